@@ -69,7 +69,7 @@ class Attention(Methods, Declaration):
         _counts_rows: ClassVar[bool]  # positions of queries are read
         _drops: ClassVar[bool]
         _latent_width: ClassVar[int | None]  # columns of a latent cache
-        _share: ClassVar[str | None]  # the scalar that the dropout is
+        _dropout_scalar: ClassVar[str | None]  # the scalar that the dropout is
         _undropped: ClassVar[Attention | None]  # the same without dropout, where there is one
         _variant: ClassVar[Variant]
 
@@ -87,7 +87,7 @@ class Attention(Methods, Declaration):
             "_plain": frozenset() if self.drops else frozenset(names),
             "_unread": self.unread, "_has_lse": self.weighs.saves_lse, "_variant": variant_of(self),
             "_counts_rows": variant_of(self).first_key.matters,
-            "_drops": self.drops, "_share": self.dropout.name if isinstance(self.dropout, Scalar) else None,
+            "_drops": self.drops, "_dropout_scalar": self.dropout.name if isinstance(self.dropout, Scalar) else None,
             "_undropped": self.replace(dropout=0.0) if self.drops else None,
             "_latent_width": None if self.latent is None else self.latent.rank + self.latent.rope,
         }  # fmt: skip
@@ -138,7 +138,7 @@ class Attention(Methods, Declaration):
         """The variant that a call computes, with its operands: that without dropout where nothing is to be dropped."""
         if self._undropped is None or train:
             return self, dict(operands)
-        return self._undropped, {n: v for n, v in operands.items() if n != self._share}
+        return self._undropped, {n: v for n, v in operands.items() if n != self._dropout_scalar}
 
     def _seeded(self, operands: Mapping[str, Any], seed: Any, query: Any) -> dict[str, Any]:
         """Operands with the seed as kernels take it, where weights are dropped."""
@@ -146,7 +146,7 @@ class Attention(Methods, Declaration):
         given = validate.seed_of(str(self.name), seed, device)
         if not self._drops:
             return dict(operands)
-        validate.check_share(self, operands)
+        validate.check_dropout(self, operands)
         return {**operands, SEED.name: drawn_seed(device) if given is None else given}
 
     def _check_lse(self) -> None:
@@ -479,7 +479,7 @@ class Attention(Methods, Declaration):
         options = {n: value for n, value in options.items() if n not in ("seed", "train", "operands")}
         options = options if more is None else call_options.joined(str(self.name), options, more)
         variant, options = self._as_trained(train, options)
-        validate.check_share(variant, options)
+        validate.check_dropout(variant, options)
         return variant, variant._read(options)
 
     # -- the plan -----------------------------------------------------------------------------------------------------

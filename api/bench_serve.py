@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Attention as Variant
-from .compiler.analysis.ranges import Ranges
+from .compiler.analysis.values.ranges import Ranges
 from .ir.errors import WeftError, counted
 from .kv import PagedCache, Step
 from .nn import Attention, Rotary

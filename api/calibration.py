@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .codegen import products
-from .compiler.planning import hardware
 from .compiler.planning.dtypes import FP64, ON_GPUS
-from .compiler.planning.rates import WIDTH, Calibration, CpuRates, GpuRates, Library, ProductRate
+from .compiler.planning.machines import hardware
+from .compiler.planning.machines.rates import WIDTH, Calibration, CpuRates, GpuRates, Library, ProductRate
 from .ir.errors import WeftError
 from .runtime.build import TORCH_DTYPES
 

@@ -34,11 +34,11 @@ from .cli_options import (
     variant_of,
 )
 from .codegen.targets import targets
-from .compiler.planning import hardware
 from .compiler.planning.dtypes import ON_GPUS
 from .compiler.planning.kernel import Algorithm
+from .compiler.planning.machines import hardware
+from .compiler.planning.machines.rates import rates_in_words
 from .compiler.planning.picture import SUFFIXES
-from .compiler.planning.rates import rates_in_words
 from .compiler.planning.signature import class_of, in_words
 from .compiler.planning.tuner import Outcome, Spread
 from .doctor import cache_rows, machine_rows, setting_rows, small_call, state_of, target_rows, version_rows

@@ -21,7 +21,7 @@ import torch
 
 from . import Attention, parse, request, scalar, score, shape, tensor
 from .codegen.targets import targets
-from .compiler.analysis.ranges import Ranges
+from .compiler.analysis.values.ranges import Ranges
 from .compiler.planning.dtypes import ON_GPUS
 from .compiler.planning.records import Shape
 from .drawn import drawn_operands

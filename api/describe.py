@@ -12,7 +12,7 @@ from torch import Tensor
 from . import parts
 from .codegen.products import ANY_LENGTH
 from .codegen.targets.cpu.choice import own_seconds
-from .codegen.targets.cpu.cost import OwnWay, beside_products, causal_share
+from .codegen.targets.cpu.cost import OwnWay, beside_products, causal_fraction
 from .codegen.targets.cpu.target import (
     computes_whole,
     heads_with_mask,
@@ -21,19 +21,19 @@ from .codegen.targets.cpu.target import (
     mask_numbers,
     short_heads,
 )
-from .compiler.analysis import proven
-from .compiler.analysis.facts import Facts, facts_of
-from .compiler.analysis.measured import Blocks
-from .compiler.analysis.survey import CELL, Survey
+from .compiler.analysis.tiles import proven
+from .compiler.analysis.tiles.facts import Facts, facts_of
+from .compiler.analysis.tiles.measured import Blocks
+from .compiler.analysis.tiles.survey import CELL, Survey
+from .compiler.planning.by_distance import levels_in, tables_in
 from .compiler.planning.cost import CountLongest, CountTiles
-from .compiler.planning.distances import levels_in, tables_in
-from .compiler.planning.hardware import Hardware, on_threads
+from .compiler.planning.machines.hardware import Hardware, on_threads
 from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import MOST_SHORT, Direction
 from .compiler.planning.splits import longest_visits
-from .compiler.planning.sums import sums_of
+from .compiler.planning.sum_times import sums_of
 from .ir import parse
 from .ir.errors import WeftError, counted
 from .ir.reference import dense_mask
@@ -335,7 +335,7 @@ def _computed_whole(
         way: OwnWay = "mask"
         share, numbers = 1.0, mask_numbers(facts, x.batch, x.heads, x.q_len, x.kv_len)
         if whole and visible is not None and _sees_all(facts, r, options, visible):
-            way, share = "whole", 1.0 if visible.count == pairs else causal_share(x.kv_len)
+            way, share = "whole", 1.0 if visible.count == pairs else causal_fraction(x.kv_len)
         elif direction == "backward" and _keeps_weights(facts, r):
             way, share, numbers = "weights", PRODUCTS_OF_WEIGHTS, pairs
         elif scores >= heads_with_mask(code, facts):
@@ -412,7 +412,7 @@ def _computed_short(facts: Facts, r: Request) -> tuple[str, ...]:
 
 def _many_rows(code: CodePlan) -> tuple[str, ...]:
     """How a schedule for few queries computes many, where the target has no other."""
-    if code.target != "hopper" or code.schedule.algorithm != "split_kv" or code.signature.few:
+    if code.target != "hopper" or code.schedule.algorithm != "split_kv" or code.signature.few_queries:
         return ()
     how = (
         "programs that run at once have equal shares of the keys that all rows see"

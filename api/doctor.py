@@ -13,7 +13,7 @@ import time
 
 from . import Attention, __version__, installed, parse
 from .codegen.targets import targets
-from .compiler.planning import hardware
+from .compiler.planning.machines import hardware
 from .ir.errors import WeftError, counted
 from .runtime import cache, driver
 from .runtime.settings import current, settings

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import validate
-from .compiler.analysis.facts import Facts, facts_of
-from .compiler.analysis.measured import Measurement
-from .compiler.analysis.records import TileProgram
-from .compiler.analysis.tiles import tile_runs
+from .compiler.analysis.tiles.facts import Facts, facts_of
+from .compiler.analysis.tiles.measured import Measurement
+from .compiler.analysis.tiles.programs import tile_runs
+from .compiler.analysis.tiles.results import TileProgram
 from .compiler.planning import picture
 from .compiler.planning.records import Shape
 from .describe import pair_blocks

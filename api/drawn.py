@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compiler.analysis.ranges import Ranges, range_of
+from .compiler.analysis.values.ranges import Ranges, range_of
 from .ir.attention import Attention
 from .ir.errors import WeftError
 from .ir.expr import Load, TensorOperand

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from . import parts
-from .compiler.analysis.distances import DISTANCE
-from .compiler.analysis.facts import Facts
-from .compiler.planning.distances import levels_in, tables_in, watched
+from .compiler.analysis.tiles.facts import Facts
+from .compiler.analysis.values.distances import DISTANCE
+from .compiler.planning.by_distance import levels_in, tables_in, watched
 from .compiler.planning.plan import CodePlan
 from .ir.expr import Expr
 from .ir.reference import evaluate
@@ -53,7 +53,7 @@ def ends_of(
         values = [evaluate(each, {**own, **head}, torch.float64, device).expand_as(distance) for each in found]
         before = torch.stack([value != value[-1] for value in values]).any(0).nonzero()
         behind = torch.stack([value != value[0] for value in values]).any(0).nonzero()
-        far_from = least + (int(before[-1]) + 1 if len(before) else 0)
-        return far_from, least + (int(behind[0]) if len(behind) else len(distance)) - 1
+        distant_from = least + (int(before[-1]) + 1 if len(before) else 0)
+        return distant_from, least + (int(behind[0]) if len(behind) else len(distance)) - 1
 
     return ends

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .compiler.analysis.ranges import Ranges
-from .compiler.analysis.records import TileCounts
+from .compiler.analysis.tiles.results import TileCounts
+from .compiler.analysis.values.ranges import Ranges
 from .compiler.planning.cost import CountTiles
 from .compiler.planning.plan import VisiblePairs, summed
 from .compiler.planning.records import Shape

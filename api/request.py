@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from . import parts, validate
-from .compiler.analysis.facts import facts_of
-from .compiler.analysis.measured import Table
-from .compiler.analysis.ranges import Ranges, check_integers
-from .compiler.planning import hardware
+from .compiler.analysis.tiles.facts import facts_of
+from .compiler.analysis.tiles.measured import Table
+from .compiler.analysis.values.ranges import Ranges, check_integers
 from .compiler.planning.dtypes import ON_GPUS
+from .compiler.planning.machines import hardware
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import MOST_SHORT, Described, Direction, Signature, Widths, signature_of
@@ -38,7 +38,7 @@ from .runtime.checks import (
 )
 from .runtime.options import DESCRIBED, LENGTHS, READ_BY_KERNELS, check_values
 from .runtime.settings import default_target
-from .runtime.variant import boxed_of, has_doubles, is_wide, offset_kind, variant_of
+from .runtime.variant import boxed_of, has_doubles, needs_offsets_64, offset_kind, variant_of
 
 if TYPE_CHECKING:
     from .attention import Attention
@@ -237,8 +237,8 @@ def request_of(
         described = Described(
             direction, machine.arch, sizes.dtype, widths, DENSE if found is None else found.sequences.kind, offset,
             wanted, repeats, rows=(sizes.q_len, sizes.kv_len), number=1 if found is None else len(found.rows),
-            lengths=_lengths(sizes, found), wide=is_wide(options), doubles=on_gpu and has_doubles(options),
-            boxed=boxed_of(facts, options, sizes.element_bytes * on_gpu),
+            lengths=_lengths(sizes, found), offsets_64=needs_offsets_64(options),
+            doubles=on_gpu and has_doubles(options), boxed=boxed_of(facts, options, sizes.element_bytes * on_gpu),
             options=frozenset(n for n in READ_BY_KERNELS if options.get(n) is not None),
         )  # fmt: skip
         return signature_of(described, masked=attention.is_masked, sums_pairs=facts.sums_pairs(wanted))

@@ -16,7 +16,7 @@ from .runtime import calibrated
 
 if TYPE_CHECKING:
     from .attention import Attention
-    from .compiler.planning.rates import Calibration
+    from .compiler.planning.machines.rates import Calibration
 
 
 def tune(

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from . import describe
 from .attention import Attention
-from .compiler.analysis.facts import Facts, facts_of
-from .compiler.planning import hardware
+from .compiler.analysis.tiles.facts import Facts, facts_of
 from .compiler.planning.dtypes import dtype_named
 from .compiler.planning.form import Form
 from .compiler.planning.kernel import Algorithm
+from .compiler.planning.machines import hardware
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import Direction, class_of

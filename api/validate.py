@@ -69,7 +69,7 @@ def seed_of(name: str, seed: object, device: torch.device) -> Tensor | None:
     return torch.full((1,), number, dtype=torch.int64, device=device)  # type: ignore[arg-type]
 
 
-def check_share(attention: Attention, operands: Mapping[str, object]) -> None:
+def check_dropout(attention: Attention, operands: Mapping[str, object]) -> None:
     """That a dropout which the call gives is a share; what is no number at all is refused with the other operands."""
     share = attention.dropout
     if not isinstance(share, Scalar) or torch.compiler.is_compiling():  # read there, each value would compile anew

@@ -97,7 +97,7 @@ def sequence_numbers(row: Row, device: str) -> Tensor:
 
 def kept_as_weft(row: Row, dropout: float, device: str) -> Tensor:
     """What Weft multiplies weights [B, heads, S, S] by: 0, or 1 over the share that is kept."""
-    from weft.ir.philox import OF_PAIRS, kept_pairs, pairs_kept
+    from weft.ir.philox import ALL_KEPT, kept_pairs, pairs_kept
 
     head, kept = torch.arange(row.heads, device=device).view(1, 1, -1, 1), pairs_kept(dropout)
     seed = torch.tensor([SEED], device=device)
@@ -105,7 +105,7 @@ def kept_as_weft(row: Row, dropout: float, device: str) -> Tensor:
     def of(batch: Tensor, length: int) -> Tensor:
         q_pos = torch.arange(length, device=device)
         found = kept_pairs(seed, batch.view(-1, 1, 1, 1), head, q_pos, 0, length, kept)
-        return found.permute(0, 2, 3, 1) * (OF_PAIRS / kept)
+        return found.permute(0, 2, 3, 1) * (ALL_KEPT / kept)
 
     if not row.lens:
         return of(torch.arange(row.batch, device=device), row.length)

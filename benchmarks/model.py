@@ -29,12 +29,12 @@ from torch import Tensor
 import weft
 from weft.codegen.targets.triton.paces import PACKED_PROGRAM
 from weft.codegen.targets.triton.target import KERNELS
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.records import Traits
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.results import Traits
 from weft.compiler.planning.cost import instructions_per_second, pair_work
 from weft.compiler.planning.form import Form
-from weft.compiler.planning.hardware import Hardware, usable_cores
 from weft.compiler.planning.kernel import Kernel
+from weft.compiler.planning.machines.hardware import Hardware, usable_cores
 from weft.compiler.planning.paces import Pace, instructions_of
 from weft.compiler.planning.plan import Plan
 from weft.compiler.planning.quantities import Sizes, score_count, uneven_count

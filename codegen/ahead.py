@@ -20,8 +20,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..compiler.analysis.facts import Facts
-from ..compiler.planning.hardware import BOARDS, CPU, KNOWN, Hardware
+from ..compiler.analysis.tiles.facts import Facts
+from ..compiler.planning.machines.hardware import BOARDS, CPU, KNOWN, Hardware
 from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.target import CallTensors, Target
 from ..ir.errors import UnavailableError

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..compiler.planning.hardware import dot_units
+from ..compiler.planning.machines.hardware import dot_units
 from .products import multiplies, multiply
 
 MOST_OF_A_HEAD = 1 << 14  # scores of a query head, up to which weights are kept

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..compiler.analysis.records import GradientKind, TileSource
-from ..compiler.planning.signature import Share
+from ..compiler.analysis.tiles.results import GradientKind, TileSource
+from ..compiler.planning.signature import Serves
 from ..compiler.planning.sources import SequenceKind
 from ..ir.errors import InternalError
 from ..ir.normalizer import Normalizer
@@ -60,7 +60,7 @@ class Rows:
     """How rows of sequences lie."""
 
     sequences: SequenceKind  # dense, or of lengths of their own
-    share: Share  # which sequences of a call the module computes
+    serves: Serves  # which sequences of a call the module computes
     most_short: int  # the most queries of those that are "short"
 
 
@@ -143,7 +143,7 @@ class Read:
     kind: GradientKind  # over which pairs its gradient is summed
     is_freed: bool  # its sums are freed of the rounding of the output
     name: str  # of the operand
-    of_pairs: bool  # its index has both positions
+    both_positions: bool  # its index has both positions
     rank: int  # dimensions of the operand
     at: int  # the operand's place among parameters
     is_block: bool  # a tile of pairs reads a block of the operand
@@ -173,7 +173,7 @@ def spread(*records: Any) -> dict[str, object]:
 
     >>> from weft.compiler.planning.sources import DENSE
     >>> sorted(spread(Rows(DENSE, "all", 64), Gradients(frozenset(), True)))
-    ['most_short', 'sequences', 'share', 'slope_is_finite', 'wanted']
+    ['most_short', 'sequences', 'serves', 'slope_is_finite', 'wanted']
     """
     names: dict[str, object] = {}
     for record in records:

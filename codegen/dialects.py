@@ -63,7 +63,7 @@ class Printer:
     compared: bool = False  # the value goes into a comparison, with no arithmetic between
     added: bool = False  # the value goes into a sum or product
     decides: bool = False  # a comparison or floor reads the value, so that all targets must round it alike
-    wide: bool = True  # places in a tensor operand may lie 2**31 elements apart
+    offsets_64: bool = True  # places in a tensor operand may lie 2**31 elements apart
 
     def __call__(self, node: Expr, outer: int = 0) -> str:
         match node:
@@ -301,7 +301,7 @@ def _pointer_load(language: str) -> Callable[[Printer, Load], str]:
     def place(printer: Printer, index: Expr, stride: str) -> str:
         # A tensor may have more than 2**31 elements. Both factors are extended from 32 bits, which the product is for
         # the compiler to make use of.
-        if not printer.wide:
+        if not printer.offsets_64:
             return f"{printer(index, OPERATORS['mul'].precedence)} * {stride}"
         return f"{language}.cast({printer(index)}, {language}.int64) * {stride}"
 

@@ -11,19 +11,19 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..compiler.analysis import affine
-from ..compiler.analysis.affine import is_bool, make
-from ..compiler.analysis.cse import names_that_decide, of_positions, shared
-from ..compiler.analysis.distances import DISTANCE, ByDistance, with_tables
-from ..compiler.analysis.facts import Facts
-from ..compiler.analysis.places import rows_of_boxes
-from ..compiler.analysis.records import PAIR_KINDS, Assign, OperandGradient, TileProgram, TileSource
-from ..compiler.analysis.survey import Cells, Survey
-from ..compiler.analysis.tiles import lookups
+from ..compiler.analysis.tiles.facts import Facts
+from ..compiler.analysis.tiles.programs import lookups
+from ..compiler.analysis.tiles.results import PAIR_KINDS, Assign, OperandGradient, TileProgram, TileSource
+from ..compiler.analysis.tiles.survey import Cells, Survey
+from ..compiler.analysis.values import affine
+from ..compiler.analysis.values.affine import is_bool, make
+from ..compiler.analysis.values.cse import names_that_decide, of_positions, shared
+from ..compiler.analysis.values.distances import DISTANCE, ByDistance, with_tables
+from ..compiler.analysis.values.places import rows_of_boxes
 from ..ir.attention import SEED, Attention
 from ..ir.expr import Call, Const, Expr, Load, Scalar, Symbol, TensorOperand, call, expression, symbol
 from ..ir.operators import OPERATORS, Operator
-from ..ir.philox import OF_PAIRS, pairs_kept
+from ..ir.philox import ALL_KEPT, pairs_kept
 from ..ir.walk import loads, nodes, rewrite, scalars, symbols
 from .dialects import GLUON, TORCH, TRITON, Dialect, Printer, axes
 
@@ -84,7 +84,7 @@ class FunctionPrinter:
     language: Language
     approximate: bool = False  # by NVIDIA's tanh.approx.f32, sin.approx.f32: for 16-bit operands only
     source: TileSource = "program"  # of tiles: the functions of `survey` leave runs or lists of them in memory
-    wide: bool = False  # places in a tensor operand may lie 2**31 elements apart
+    offsets_64: bool = False  # places in a tensor operand may lie 2**31 elements apart
     floats: str = "torch.float32"  # torch: the type that floats are computed in
     tables: tuple[ByDistance, ...] = ()  # what scores read by distance
     levels: tuple[Expr, Expr | None] | None = None  # slope and rest of a score where all pairs of a tile read alike
@@ -249,7 +249,7 @@ class FunctionPrinter:
     def _in_units(self, node: Expr) -> Expr:
         if node.text == _USUAL_SCALE.text:  # as simple as can be, and what most variants have
             return call("mul", Const(LOG2_E), node) if self.base2 else node
-        from ..compiler.analysis.symbolic import simplify  # lazy: imports sympy, which a warm start does without
+        from ..compiler.analysis.values.symbolic import simplify  # lazy: imports sympy, which a warm start does without
 
         if self.base2 and self.language.module == "gl" and not self.facts.attention.weighs.saves_lse:
             return _multiplied(simplify(node))  # an instruction a pair is a larger part there
@@ -292,19 +292,19 @@ class FunctionPrinter:
             kept = str(pairs_kept(attention.dropout))
         elif self.language.is_gpu:
             m = self.language.module
-            share = f"((1.0 - arg_{attention.dropout.name}) * {OF_PAIRS}.0 + 0.5).to({m}.int32)"
-            kept = f"{m}.minimum({m}.maximum({share}, 1), {OF_PAIRS})"
+            rate = f"((1.0 - arg_{attention.dropout.name}) * {ALL_KEPT}.0 + 0.5).to({m}.int32)"
+            kept = f"{m}.minimum({m}.maximum({rate}, 1), {ALL_KEPT})"
         else:
             kept = f"pairs_kept(arg_{attention.dropout.name})"
-        title = f"The seed of this call, and how many of {OF_PAIRS} pairs are kept."
+        title = f"The seed of this call, and how many of {ALL_KEPT} pairs are kept."
         given = ", ".join(self.dropout_arguments) if self.language.is_gpu else self.env
         return [self._function(f"dropout_of({given})", title, [f"return {seed}, {kept}"])]
 
     @property
     def dropout_arguments(self) -> tuple[str, ...]:
         """Names of what dropout_of takes on a GPU."""
-        share = self.facts.attention.dropout
-        return *((f"arg_{share.name}",) if isinstance(share, Scalar) else ()), f"arg_{SEED.name}"
+        rate = self.facts.attention.dropout
+        return *((f"arg_{rate.name}",) if isinstance(rate, Scalar) else ()), f"arg_{SEED.name}"
 
     def elementwise(
         self, name: str, value: Expr, title: str, tile: bool = True, qk: bool = True, parts: str = "",
@@ -326,10 +326,10 @@ class FunctionPrinter:
             text = f"in_range({text})" if printer.is_number(result) else text
         return self._function(f"{name}({first}{self.env})", title, [*lines, f"return {text}"])
 
-    def _by_distance(self, value: Expr, of_pairs: bool = True) -> list[str]:
+    def _by_distance(self, value: Expr, by_tile: bool = True) -> list[str]:
         """Lines that make by_distance<n>, those that an expression has: read from tables, or computed.
 
-        of_pairs: by a tile of pairs, else at the distance `apart` alone.
+        by_tile: by a tile of pairs, else at the distance `apart` alone.
         """
         lines, int64 = [], f"{self.language.module}.int64"
         for n, table in enumerate(self.parts):
@@ -343,7 +343,7 @@ class FunctionPrinter:
             strides = {"batch": f"distances{n}_sb", "head": f"distances{n}_sh"}
             rows = [f"{self.language.module}.cast({name}, {int64}) * {strides[name]}" for name in of if of[name]]
             row = f"distances{n} + ({' + '.join([*rows, 'apart - first_distance'])})"
-            read = f"read_by_distance({row}, q_pos, kv_pos)" if of_pairs else f"{self.language.module}.load({row})"
+            read = f"read_by_distance({row}, q_pos, kv_pos)" if by_tile else f"{self.language.module}.load({row})"
             lines.append(f"by_distance{n} = {read}")
         return lines
 
@@ -355,7 +355,7 @@ class FunctionPrinter:
             return texts
         lines, printer, (result,) = self._assigned([rest])
         title = "What a score has beside q.k in a tile whose pairs all read alike, at the distance `apart`."
-        lines = [*self._by_distance(rest, of_pairs=False), *lines, f"return {printer(result)}"]
+        lines = [*self._by_distance(rest, by_tile=False), *lines, f"return {printer(result)}"]
         return [*texts, self._function(f"level_rest(apart, {self.env})", title, lines)]
 
     def distance_values(self, indices: Sequence[Expr] = ()) -> str:
@@ -407,7 +407,7 @@ class FunctionPrinter:
 
     def _entry(self, text: str) -> str:
         module = self.language.module
-        return f"{module}.cast({text}, {module}.int64)" if self.wide else text
+        return f"{module}.cast({text}, {module}.int64)" if self.offsets_64 else text
 
     def _float_tile(self, printer: Printer, result: Expr, value: Expr) -> str:
         """The result as floats; on a GPU, where a row's maximum is taken of it, of the tile's whole shape."""
@@ -439,7 +439,7 @@ class FunctionPrinter:
 
     @property
     def _printer(self) -> Printer:
-        return Printer(self.language.dialect, wide=self.wide, floats=self.floats)
+        return Printer(self.language.dialect, offsets_64=self.offsets_64, floats=self.floats)
 
     # -- tile programs -------------------------------------------------------------------------------------------------
     def tiles(self, program: TileProgram) -> str:
@@ -447,7 +447,7 @@ class FunctionPrinter:
         axis, other = ("KV", "q") if program.axis == "kv" else ("Q", "kv")
         block = f"BLOCK_{axis}" if self.language.is_gpu else "block"
         length = "kv_len" if program.axis == "kv" else "q_len"
-        printer = replace(self._printer, names={"block": block, "length": length}, scalar_code=True, wide=True)
+        printer = replace(self._printer, names={"block": block, "length": length}, scalar_code=True, offsets_64=True)
         lines = self._widened(program, printer)
         for line in program.body:
             lines += _commented(f"{line.name} = {printer(line.value)}", line.comment)

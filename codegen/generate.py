@@ -8,8 +8,8 @@ from functools import lru_cache
 from types import CodeType
 from typing import TYPE_CHECKING
 
-from ..compiler.analysis.facts import Facts
-from ..compiler.analysis.records import OperandGradient
+from ..compiler.analysis.tiles.facts import Facts
+from ..compiler.analysis.tiles.results import OperandGradient
 from ..compiler.planning.kernel import Algorithm
 from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.records import Stage

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ..compiler.analysis.facts import Facts
-from ..compiler.analysis.measured import LONG_AXIS
+from ..compiler.analysis.tiles.facts import Facts
+from ..compiler.analysis.tiles.measured import LONG_AXIS
 from ..compiler.planning.plan import CodePlan, KernelCode
 from ..compiler.planning.target import Target
 from .generate import generate

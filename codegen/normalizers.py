@@ -146,9 +146,9 @@ def blocks_of(normalizer: Normalizer, family: str, terms: Terms) -> Blocks:
 def with_sink(blocks: Blocks, far: bool, env: str) -> Blocks:
     """The texts of a forward of family triton whose rows have one more logit: `with_sink` of its parts joins it."""
     statistics = "row_max, row_log_sum" if far else "row_lse"
-    joined = f"{statistics}, share = with_sink({statistics}, sink_logit({env}))"
+    joined = f"{statistics}, keys_weight = with_sink({statistics}, sink_logit({env}))"
     finish = "\n".join(filter(None, [blocks.finish, blocks.save, joined]))
-    return replace(blocks, finish=finish, save="", factor=f"{blocks.factor} * share[:, None]")
+    return replace(blocks, finish=finish, save="", factor=f"{blocks.factor} * keys_weight[:, None]")
 
 
 def _lines(text: str) -> str:

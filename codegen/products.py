@@ -20,19 +20,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..compiler.analysis.sizes import FAR as FAR
-from ..compiler.planning.hardware import matrix_units
+from ..compiler.analysis.values.magnitudes import NEAR_0 as NEAR_0
+from ..compiler.planning.machines.hardware import matrix_units
 
 T = TypeVar("T")
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
-FEW = 8  # rows of w for which torch is faster the other way round
+FEW_ROWS = 8  # rows of w for which torch is faster the other way round
 
 
 def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x w^T + bias: x [N, n, k], w [N, m, k] and bias [N, m] give [N, n, m]."""
-    if w.shape[1] <= FEW:
+    if w.shape[1] <= FEW_ROWS:
         found = torch.bmm(w, x.mT).mT
     else:
         found = torch.bmm(x, w.mT)
@@ -41,7 +41,7 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def add_product(total: Tensor, x: Tensor, w: Tensor) -> None:
     """Add x w^T to total [N, n, m] or [.., .., n, m]: x [N, n, k] and w [N, m, k]."""
-    if total.dim() > 3 or w.shape[1] <= FEW:
+    if total.dim() > 3 or w.shape[1] <= FEW_ROWS:
         total.add_(product(x, w).view(total.shape))
     else:
         total.baddbmm_(x, w.mT)
@@ -74,7 +74,7 @@ def store(result: Tensor, x: Tensor, y: Tensor, factor: float) -> None:
 
 def one_dnn_product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """`product`, of one head in float32 by oneDNN, which takes a thousand times as long where rows of w have gaps."""
-    if x.shape[0] == 1 and w.shape[1] > FEW and x.dtype == torch.float32 and (linear := one_dnn_linear()):
+    if x.shape[0] == 1 and w.shape[1] > FEW_ROWS and x.dtype == torch.float32 and (linear := one_dnn_linear()):
         w = w[0] if w[0].is_contiguous() or w[0].mT.is_contiguous() else w[0].contiguous()
         return linear(x[0].contiguous(), w, None if bias is None else bias[0], "none", [], "")[None]
     return product(x, w, bias)

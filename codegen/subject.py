@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..compiler.analysis.distances import ByDistance
-from ..compiler.analysis.facts import Facts
-from ..compiler.analysis.measured import LIST_HEAD, SPAN_ROOM
-from ..compiler.analysis.places import differ_by_pair, read_once
-from ..compiler.analysis.records import PAIR_KINDS, Axis, OperandGradient
-from ..compiler.analysis.sizes import largest
-from ..compiler.analysis.survey import Cells, Survey
-from ..compiler.planning.distances import Levels, levels_in, tables_in
+from ..compiler.analysis.tiles.facts import Facts
+from ..compiler.analysis.tiles.measured import LIST_HEAD, SPAN_ROOM
+from ..compiler.analysis.tiles.results import PAIR_KINDS, Axis, OperandGradient
+from ..compiler.analysis.tiles.survey import Cells, Survey
+from ..compiler.analysis.values.distances import ByDistance
+from ..compiler.analysis.values.magnitudes import largest
+from ..compiler.analysis.values.places import differ_by_pair, read_once
+from ..compiler.planning.by_distance import Levels, levels_in, tables_in
 from ..compiler.planning.dtypes import HALVES, dtype_named
 from ..compiler.planning.freed import is_freed
 from ..compiler.planning.plan import CodePlan
@@ -78,8 +78,8 @@ class Subject:
         facts, signature = self.facts, self.signature
         return FunctionPrinter(
             facts, self.target.language, approximate=signature.arch.startswith("sm_") and signature.dtype in HALVES,
-            source=self.code.tile_source, wide=signature.wide, floats=f"torch.{dtype_named(signature.dtype).sums}",
-            tables=self.tables, levels=self._score_of_tiles,
+            source=self.code.tile_source, offsets_64=signature.offsets_64,
+            floats=f"torch.{dtype_named(signature.dtype).sums}", tables=self.tables, levels=self._score_of_tiles,
             boxed=facts.boxed_read if self.code.brings_boxes else None, places_boxed=stores_words(facts, signature),
             adds=self.target.printing.adds and facts.scale_and_rest is not None,
         )  # fmt: skip
@@ -143,7 +143,7 @@ def variant(subject: Subject) -> Variant:
 
 
 def rows(subject: Subject) -> Rows:
-    return Rows(subject.signature.sequences, subject.signature.share, MOST_SHORT)
+    return Rows(subject.signature.sequences, subject.signature.serves, MOST_SHORT)
 
 
 def visits(subject: Subject) -> Visits:
@@ -189,7 +189,7 @@ def _read(subject: Subject, i: int, g: OperandGradient) -> Read:
         kind=g.kind,
         is_freed=is_freed(g, subject.signature, subject.facts),
         name=g.load.tensor.name,
-        of_pairs=g.kind in PAIR_KINDS,
+        both_positions=g.kind in PAIR_KINDS,
         rank=g.load.tensor.rank,
         at=positions[g.load.tensor.name],
         is_block=is_block(g.load),

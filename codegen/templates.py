@@ -15,7 +15,7 @@ from jinja2.ext import Extension
 
 from ..ir.errors import InternalError
 from .functions import taken_from_here
-from .shelf import shelf
+from .template_shelf import shelf
 
 _HOLE = re.compile(r"^([ \t]*):: ((?:.*\\\n)*.*)\n", re.MULTILINE)
 

@@ -28,7 +28,7 @@ class Operator:
 
     slopes: d result / d operand for each operand, as text of the language over the names of the operands and `result`,
     with the values that torch takes at kinks; STRUCTURAL where the symbolic border has the operator built in
-    (compiler/analysis/symbolic.py); nothing for what gives an int or a bool, whose slope is 0.
+    (compiler/analysis/values/symbolic.py); nothing for what gives an int or a bool, whose slope is 0.
 
     gpu, gluon, tile, number: format strings over the printed operands {0}, {1}, ...; `{m}` is the module of the GPU
     language (tl, gl). What has a sign and no text is written by its sign. A function has all of them but gluon. Beside

@@ -11,7 +11,7 @@ position, because on a GPU one thread has those of a tile:
     word     number kv_pos // 8 % 4 of the four, rotated left by 8 bits where kv_pos // 32 is odd
     number   the lower 15 bits of the word's lower half where kv_pos is even, else of its upper half
 
-A pair is dropped where its number is less than OF_PAIRS - `pairs_kept(dropout)`. Kernels of every target compute the
+A pair is dropped where its number is less than ALL_KEPT - `pairs_kept(dropout)`. Kernels of every target compute the
 same bits.
 """
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-OF_PAIRS = 32768  # in which shares of pairs are counted
+ALL_KEPT = 32768  # pairs, of which dropout keeps a whole number
 ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 INCREMENTS = 0x9E3779B9, 0xBB67AE85  # of the key, from round to round
@@ -29,9 +29,9 @@ _WORD = 0xFFFFFFFF
 
 
 def pairs_kept(dropout: float) -> int:
-    """How many of OF_PAIRS pairs are kept where `dropout` of them are not: at least one, rounded as float32 is."""
-    share = 1.0 - torch.tensor(dropout, dtype=torch.float32, device="cpu")
-    return min(max(int((share * OF_PAIRS + 0.5).floor()), 1), OF_PAIRS)
+    """How many of ALL_KEPT pairs are kept where `dropout` of them are not: at least one, rounded as float32 is."""
+    kept = 1.0 - torch.tensor(dropout, dtype=torch.float32, device="cpu")
+    return min(max(int((kept * ALL_KEPT + 0.5).floor()), 1), ALL_KEPT)
 
 
 def drawn_seed(device: torch.device) -> Tensor:
@@ -72,6 +72,6 @@ def kept_pairs(
     by_block = by_block.unflatten(2, (len(blocks), 4)).transpose(1, 2)  # [N, blocks, words, 4, ...]
     rotated = (by_block << 8 | by_block >> 24) & _WORD
     halves = torch.stack([by_block, rotated], 2)  # [N, blocks, 2, words, 4, ...]
-    numbers = torch.stack([halves, halves >> 16], 5) & OF_PAIRS - 1  # [N, blocks, 2, words, 4, 2, ...]
+    numbers = torch.stack([halves, halves >> 16], 5) & ALL_KEPT - 1  # [N, blocks, 2, words, 4, 2, ...]
     skipped = first % TOGETHER
-    return numbers.flatten(1, 5)[:, skipped : skipped + end - first] >= OF_PAIRS - kept
+    return numbers.flatten(1, 5)[:, skipped : skipped + end - first] >= ALL_KEPT - kept

@@ -17,7 +17,7 @@ from .expr import Call, Const, Expr, Load, Scalar, Symbol
 from .normalizer import Normalizer
 from .operators import LARGEST_FLOOR, OPERATORS
 from .parse import parse
-from .philox import OF_PAIRS, kept_pairs, pairs_kept
+from .philox import ALL_KEPT, kept_pairs, pairs_kept
 from .sequences import Rows
 
 Value = Tensor | int | float | bool
@@ -197,7 +197,7 @@ def _dropped(attention: Attention, weights: Tensor, env: Mapping[str, Value]) ->
     device = weights.device
     batch, head, q_pos = (torch.as_tensor(env[n], device=device).transpose(2, 3) for n in ("batch", "head", "q_pos"))
     found = kept_pairs(_operand(env, SEED.name), batch, head.transpose(1, 2), q_pos, 0, weights.shape[3], kept)
-    return weights * found.permute(0, 2, 3, 1).to(weights.dtype) * (OF_PAIRS / kept)
+    return weights * found.permute(0, 2, 3, 1).to(weights.dtype) * (ALL_KEPT / kept)
 
 
 def ragged_reference(

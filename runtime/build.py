@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..compiler.analysis.facts import facts_of
-from ..compiler.planning import hardware
+from ..compiler.analysis.tiles.facts import facts_of
 from ..compiler.planning.dtypes import ON_GPUS, dtype_named
+from ..compiler.planning.machines import hardware
 from ..compiler.planning.signature import Described, Direction, Widths, signature_of
 from ..compiler.planning.sources import kind_named
 from ..ir.attention import Attention
@@ -184,8 +184,8 @@ def compilations_of(job: Job) -> tuple[hardware.Hardware, list[Compilation]]:
         offset_kind(call.sequences.q_offset), wanted, boxed=boxed_of(variant.facts, call.operands),
     )  # fmt: skip
     signature = replace(
-        signature_of(described, masked=attention.is_masked, sums_pairs=False), share="all",
-        few=job.group > 0, short_call=job.group > 0,  # as a step of few queries is
+        signature_of(described, masked=attention.is_masked, sums_pairs=False), serves="all",
+        few_queries=job.group > 0, short_call=job.group > 0,  # as a step of few queries is
     )  # fmt: skip
     signatures = [signature]
     resolved = driver.resolve(attention, signature, machine, job.target, job.schedule)
@@ -194,9 +194,9 @@ def compilations_of(job: Job) -> tuple[hardware.Hardware, list[Compilation]]:
     if not job.group:  # forms that were timed, which other calls do not have
         signatures += [replace(signature, short_call=short, lengths=timed) for short, timed in sorted(resolved.timed)]
     if kind_named(job.sequences).is_mixed:  # what may be mixed has a module of long sequences, and one of short ones
-        mixed = replace(signature, few=False, share="long")
+        mixed = replace(signature, few_queries=False, serves="long")
         shares = driver.shared_out(attention, mixed, machine, job.target, job.schedule)
-        signatures += [s for s in shares if s.share == ("short" if job.group else "long")]
+        signatures += [s for s in shares if s.serves == ("short" if job.group else "long")]
     results, found = _results(variant, call, job.direction), []
     for own in signatures:
         made = driver.compile_kernels(attention, own, machine, job.target, job.schedule)

@@ -12,8 +12,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from ..compiler.planning import hardware
-from ..compiler.planning.rates import Calibration, Machine, calibration_of, text_of
+from ..compiler.planning.machines import hardware
+from ..compiler.planning.machines.rates import Calibration, Machine, calibration_of, text_of
 from ..ir.caller import warn
 from ..ir.errors import WeftError
 from . import cache as kept

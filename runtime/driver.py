@@ -15,12 +15,13 @@ from types import ModuleType
 from ..codegen import normalizers
 from ..codegen.loader import digest_of_templates
 from ..codegen.targets import target_named, targets
-from ..compiler.analysis.facts import Facts, facts_of
+from ..compiler.analysis.tiles.facts import Facts, facts_of
 from ..compiler.planning import sources
-from ..compiler.planning.distances import levels_in, levels_of, tables_in
+from ..compiler.planning.by_distance import levels_in, levels_of, tables_in
 from ..compiler.planning.freed import frees
-from ..compiler.planning.hardware import Hardware, this_machine
+from ..compiler.planning.gradient_sums import ways_of
 from ..compiler.planning.kernel import Algorithm, Kernel, Module
+from ..compiler.planning.machines.hardware import Hardware, this_machine
 from ..compiler.planning.plan import CodePlan, KernelCode, code_plan
 from ..compiler.planning.schedule import Choice, Schedule, asked
 from ..compiler.planning.signature import (
@@ -33,7 +34,6 @@ from ..compiler.planning.signature import (
     in_words,
     signature_of,
 )
-from ..compiler.planning.tables import ways_of
 from ..compiler.planning.target import Target
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
@@ -167,10 +167,10 @@ def shared_out(
     where it may have both, no schedule is asked for, and only keys of few queries are divided. Arguments as of
     `resolve`.
     """
-    both = replace(signature, share="all")
-    if signature.share == "all" or schedule is not None:
+    both = replace(signature, serves="all")
+    if signature.serves == "all" or schedule is not None:
         return (both,)
-    short = replace(signature, share="short", few=True)
+    short = replace(signature, serves="short", few_queries=True)
     divided = [
         resolve(attention, own, hardware, target, None, unfit).code.schedule.algorithm == "split_kv"
         for own in (both, short)
@@ -195,7 +195,7 @@ def _algorithm(
     for target in targets():
         if target.name != name and (name is not None or target.by_name_only or target.name in unfit):
             continue
-        if not signature.few and why_not(target, "flash", signature, facts) is None:
+        if not signature.few_queries and why_not(target, "flash", signature, facts) is None:
             return given
         if why_not(target, "split_kv", signature, facts) is None:
             return Schedule("split_kv", {})
@@ -456,7 +456,7 @@ def _generate(facts: Facts, code: CodePlan, target: Target) -> str:
 def _measures_kind(code: CodePlan) -> str:
     """What the text of such a module depends on besides the variant."""
     sequences = code.signature.sequences
-    return " ".join([*(["wide"] if code.signature.wide else []), *([sequences.name] if sequences.ragged else [])])
+    return " ".join([*(["wide"] if code.signature.offsets_64 else []), *([sequences.name] if sequences.ragged else [])])
 
 
 def _load(target: Target, entry: cache.Entry) -> ModuleType:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compiler.analysis.measured import Table
-from ..compiler.analysis.pairs import visible_pairs
-from ..compiler.analysis.records import TileProgram
+from ..compiler.analysis.tiles.measured import Table
+from ..compiler.analysis.tiles.pairs import visible_pairs
+from ..compiler.analysis.tiles.results import TileProgram
 from ..ir.sequences import padded_rows
 from ..ir.walk import symbols, tensors
 from .call import MAIN, Arguments, Call, Dense, call_of, numbers_of

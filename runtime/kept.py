@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..compiler.analysis.facts import Facts
+from ..compiler.analysis.tiles.facts import Facts
 from ..ir.attention import Attention
 from ..ir.walk import scalars, tensors
 from .call import Call

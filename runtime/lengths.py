@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..codegen.launch.adding import by_sequence
-from ..compiler.analysis.records import GradientKind
+from ..compiler.analysis.tiles.results import GradientKind
 from ..ir.errors import WeftError, collected, counted
 from .call import Packed, PackedPaged, Paged, Pages, Ragged, Sequences, key_rows, length_options, sequences_of
 from .checks import MAX_LENGTH, check_q_offset, form_problem

@@ -14,7 +14,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from ..codegen import shelf
+from ..codegen import template_shelf
 from . import cache
 from .settings import CACHE, trace
 
@@ -58,4 +58,4 @@ def _kind() -> str:
     return hashlib.sha256(" ".join(map(str, made_by)).encode()).hexdigest()[:12]
 
 
-shelf.use(_Folder())
+template_shelf.use(_Folder())

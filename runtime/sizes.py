@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ..codegen.launch.binding import function
-from ..compiler.analysis.facts import Facts
-from ..compiler.analysis.ranges import IndexProblem, Ranges, check_integers, computes_ints, floats_in_ints
+from ..compiler.analysis.tiles.facts import Facts
+from ..compiler.analysis.values.ranges import IndexProblem, Ranges, check_integers, computes_ints, floats_in_ints
 from ..ir.errors import collected
 from ..ir.expr import INT32_MAX, Expr, Scalar, TensorOperand
 from ..ir.operators import Range

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..compiler.planning.hardware import Hardware
+from ..compiler.planning.machines.hardware import Hardware
 from ..compiler.planning.schedule import Schedule, parse_schedule
 from ..compiler.planning.signature import LengthClass, Signature
 from ..compiler.planning.tuner import Tuned

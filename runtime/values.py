@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compiler.analysis.ranges import Ranges, cure_of_index
+from ..compiler.analysis.values.ranges import Ranges, cure_of_index
 from ..ir.attention import Attention
 from ..ir.errors import WeftError, collected, counted
 from ..ir.expr import INT32_MAX, SYMBOLS, Call, Expr, Load
@@ -24,7 +24,7 @@ from .settings import checks_values
 from .torch_private import under_transform
 
 LARGEST_OFFSET = INT32_MAX // 2  # of q_offset, in size
-_TRUSTED = 2**30  # ints read from a tensor are below it in size where they are computed with (analysis/ranges.py)
+_TRUSTED = 2**30  # ints read from a tensor are below it in size where ranges.py computes with them
 
 
 def known_offsets(offset: int | Tensor) -> Range | None:

@@ -25,9 +25,9 @@ from ..codegen.launch.launcher import KernelLauncher
 from ..codegen.launch.repeating import Again
 from ..codegen.launch.shared import SharedLauncher
 from ..codegen.targets.triton.kernels.measures import PAIR_CELLS
-from ..compiler.analysis.facts import Facts, facts_of
-from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
-from ..compiler.planning import hardware
+from ..compiler.analysis.tiles.facts import Facts, facts_of
+from ..compiler.analysis.tiles.results import PAIR_KINDS, OperandGradient
+from ..compiler.planning.machines import hardware
 from ..compiler.planning.signature import (
     FEW_QUERIES,
     Described,
@@ -37,9 +37,9 @@ from ..compiler.planning.signature import (
     Signature,
     Widths,
     class_of,
-    has_few,
+    has_few_queries,
     is_short_call,
-    share_of,
+    serves_of,
     signature_of,
 )
 from ..compiler.planning.sources import PACKED_PAGED
@@ -464,7 +464,7 @@ class Variant:
             offset_kind(call.sequences.q_offset), wanted, call.choices.deterministic,
             rows=(call.query.shape[2], call.key.shape[2]), number=_number(call),
             lengths=lengths_of(call.query, call.key, call.sequences),
-            wide=is_wide(call.operands),
+            offsets_64=needs_offsets_64(call.operands),
             doubles=call.query.is_cuda and has_doubles(call.operands),
             boxed=boxed_of(self.facts, call.operands) if call.query.is_cuda else 0,
             options=frozenset(call.read or ()),
@@ -503,13 +503,15 @@ def key_of(call: Call) -> tuple[object, ...]:
     offset = sequences.q_offset
     _, _, rows, width = query.shape
     kind = type(sequences)  # quicker than isinstance, as names are than a loop: these are of every step of a decode
-    few: object = rows <= FEW_QUERIES
+    few_queries: object = rows <= FEW_QUERIES
     if kind is PackedPaged:
         number = sequences.number(query)  # type: ignore[union-attr]
-        few = has_few("forward", PACKED_PAGED, rows, number) or share_of("forward", PACKED_PAGED, rows, number)
+        few_queries = has_few_queries("forward", PACKED_PAGED, rows, number) or serves_of(
+            "forward", PACKED_PAGED, rows, number
+        )
     found: tuple[object, ...] = (
         query.dtype, key.dtype, query.get_device(), key.get_device(), width, call.head_dim,
-        type(offset), options.target, options.schedule, options.deterministic, few,
+        type(offset), options.target, options.schedule, options.deterministic, few_queries,
     )  # fmt: skip
     if isinstance(offset, Tensor):
         found += (offset.dtype, offset.get_device(), offset.is_meta, offset.dim())
@@ -587,7 +589,7 @@ def boxed_of(facts: Facts, operands: Mapping[str, Any], otherwise: int = 0) -> i
     return boxed_bytes(operand) if isinstance(operand, Tensor) else otherwise
 
 
-def is_wide(operands: Mapping[str, object]) -> bool:
+def needs_offsets_64(operands: Mapping[str, object]) -> bool:
     """Whether places in a tensor operand lie so far apart that offsets need 64 bits."""
     return any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in operands.values())
 

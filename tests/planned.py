@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.planning.cost import CountTiles
-from weft.compiler.planning.hardware import H200, Hardware
+from weft.compiler.planning.machines.hardware import H200, Hardware
 from weft.compiler.planning.plan import Plan, make_plan
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.schedule import Schedule

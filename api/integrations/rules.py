@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..attention import Attention
-from ..compiler.analysis.ranges import check_integers
+from ..compiler.analysis.values.ranges import check_integers
 from ..ir.caller import warn
 from ..ir.errors import WeftError
 from ..ir.expr import Scalar, TensorOperand, scalar, tensor

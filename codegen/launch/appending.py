@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compiler.planning.hardware import for_device
+from ...compiler.planning.machines.hardware import for_device
 from ...compiler.planning.signature import starts_early
 from ..loader import without_holes
 from .binding import Binding
@@ -17,7 +17,7 @@ KERNEL = "append_rows"
 _ROWS = 8  # of a program: few, as a step of decode has few rows
 _STRIDES = [f"{name}_s{axis}" for name in ("key", "value", "keys", "values") for axis in "bhl"]
 Mode = tuple[torch.dtype, int, int, bool]  # width of a key, of a value or 0, whether everything is aligned
-_WIDE = 1 << 40  # strides are compiled as int64: a cache may have more elements than int32 counts
+_INT64 = 1 << 40  # strides are compiled as int64: a cache may have more elements than int32 counts
 
 
 class Appending:
@@ -68,7 +68,7 @@ class Appending:
         if self._interprets:
             return self._launching.interpreted(self._kernel, binding, {"num_warps": 4}), ()
         options = {"num_warps": 4} | ({"launch_pdl": True} if self._starts_early else {})
-        types = [torch.int32, *[mode[0]] * 4, *[1] * 4, *[_WIDE] * len(_STRIDES)]
+        types = [torch.int32, *[mode[0]] * 4, *[1] * 4, *[_INT64] * len(_STRIDES)]
         with torch.cuda.device(self._device):
             run = self._launching.compiled(self._kernel, binding, types, options)
         return run, tuple(binding.constants.values())

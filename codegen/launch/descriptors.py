@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...compiler.analysis.places import rows_of_boxes
+from ...compiler.analysis.values.places import rows_of_boxes
 from ...ir.expr import Load
 from .binding import Binding
 from .job import Job, Mode, Part
@@ -154,12 +154,12 @@ class Described(NamedTuple):
         return partial(self.box.places, self.width)
 
 
-def of_rows(job: Job, tensor: str, width: int) -> Described:
+def rows_described(job: Job, tensor: str, width: int) -> Described:
     """Of a tensor [B, H, rows, D]."""
     return Described(tensor, RaggedBox if job.sequences.ragged else Box, width)
 
 
-def of_pairs(tensor: str, read: Load) -> Described:
+def pairs_described(tensor: str, read: Load) -> Described:
     """Of a tensor in the shape of what pairs read."""
     rows = rows_of_boxes(read)
     assert rows is not None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...compiler.planning.hardware import Hardware, for_device
+from ...compiler.planning.machines.hardware import Hardware, for_device
 from .adding import add_listed
 from .binding import Binding
 from .repeating import Guard

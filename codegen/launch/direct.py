@@ -136,7 +136,7 @@ class DirectWay:
 
     @property
     def _adds_to_results(self) -> bool:
-        return self.job.signature.share == "short"
+        return self.job.signature.serves == "short"
 
     @property
     def _record(self) -> str:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...compiler.planning.cost import parts_of, sizes_of, split_programs_per_sm
-from ...compiler.planning.hardware import Hardware
+from ...compiler.planning.machines.hardware import Hardware
 from ...compiler.planning.quantities import Sizes
 from ...compiler.planning.records import Shape
 from ...compiler.planning.signature import MOST_SHORT
@@ -82,7 +82,7 @@ class Division(Part):
     @property
     def takes_short(self) -> bool:
         """Whether long sequences are those of another module."""
-        return self._job.signature.share == "short"
+        return self._job.signature.serves == "short"
 
     # -- texts ---------------------------------------------------------------------------------------------------------
     def tools(self) -> dict[str, Any]:
@@ -156,8 +156,8 @@ class Division(Part):
         machine, form = self._job.device.hardware(), self.form
         narrow = form.of_rows(heads // kv_heads * q_len)
         sizes = self._sizes(narrow, machine, (batches, heads, kv_heads, q_len, longest * form.block_kv))
-        uneven, few = self._job.sequences.ragged, self._job.signature.few
-        return parts_of(self.kernel, narrow, sizes, longest, machine, self._job.code.segments, uneven, few)
+        uneven, few_queries = self._job.sequences.ragged, self._job.signature.few_queries
+        return parts_of(self.kernel, narrow, sizes, longest, machine, self._job.code.segments, uneven, few_queries)
 
     def _sizes(self, form: Any, machine: Hardware, lengths: tuple[int, int, int, int, int]) -> Sizes:
         """lengths: B, Hq, Hkv, L and T."""

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...compiler.analysis.records import OperandGradient
-from ...compiler.planning.tables import Ways
+from ...compiler.analysis.tiles.results import OperandGradient
+from ...compiler.planning.gradient_sums import Ways
 
 # sizes of the dimensions of sums, [batch, head, rows or tiles], and of an operand, by what indexes them
 _SIZES = {"batch": "batches", "head": "heads", "q_pos": "q_len", "kv_pos": "kv_len", "0": "1"}

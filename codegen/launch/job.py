@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...compiler.analysis.distances import ByDistance
-from ...compiler.analysis.facts import Facts
-from ...compiler.analysis.records import OperandGradient
+from ...compiler.analysis.tiles.facts import Facts
+from ...compiler.analysis.tiles.results import OperandGradient
+from ...compiler.analysis.values.distances import ByDistance
 from ...compiler.planning.buffer import Buffer
-from ...compiler.planning.distances import Levels, levels_in, tables_in
+from ...compiler.planning.by_distance import Levels, levels_in, tables_in
+from ...compiler.planning.gradient_sums import Ways, ways_of
 from ...compiler.planning.kernel import Kernel
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.signature import Signature
 from ...compiler.planning.sources import SequenceKind
-from ...compiler.planning.tables import Ways, ways_of
 from ...compiler.planning.target import CallTensors, Named
 from ...ir.expr import TensorOperand
 from .device import Device
@@ -176,7 +176,7 @@ class Job:
     @property
     def lists_long(self) -> bool:
         """Whether lists have the tiles of long sequences alone, and their number behind them."""
-        return self.signature.share == "long"
+        return self.signature.serves == "long"
 
     def form(self, kernel: str, aligned: bool = True) -> Any:
         """The form of a kernel; where operands are not aligned it may have another one."""

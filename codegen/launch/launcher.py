@@ -277,10 +277,10 @@ class KernelLauncher:
                 self._go_directly(mode, ready)  # by the last one here, which finds the kernels of all
 
     def _types(self, binding: Binding, arguments: Sequence[Any]) -> list[Any]:
-        """Arguments as a compilation takes them: in a wide module every stride of an operand has 64 bits."""
+        """Arguments as a compilation takes them: strides of operands have 64 bits where offsets do."""
         types = self.device.types_of(arguments)
-        wide = [self.job.signature.wide and OPERAND_STRIDE.fullmatch(name) for name in binding.parameters]
-        found = [1 << 40 if is_wide else value for value, is_wide in zip(types, [*wide, *[None] * len(types)])]
+        long = [self.job.signature.offsets_64 and OPERAND_STRIDE.fullmatch(name) for name in binding.parameters]
+        found = [1 << 40 if is_long else value for value, is_long in zip(types, [*long, *[None] * len(types)])]
         return found if self.descriptors is None else self.descriptors.types(binding, found)
 
     def _go_directly(self, mode: Mode, ready: Prepared) -> None:

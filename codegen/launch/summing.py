@@ -14,7 +14,7 @@ from .binding import Binding
 KERNEL = "sum_listed"
 SHARES = 16  # of an entry's sums, so that few entries keep a GPU busy
 _ENTRIES = 32
-_WIDE = 1 << 40  # numbers of sums and of entries are compiled as int64
+_INT64 = 1 << 40  # numbers of sums and of entries are compiled as int64
 OPTIONS = {"num_warps": 4}
 
 
@@ -54,7 +54,7 @@ class Summing:
 
 def types_of(entries: torch.dtype) -> list[object]:
     """Of the run-time arguments, as a compilation takes them."""
-    return [torch.float32, entries, entries, torch.float32, 1, _WIDE, _WIDE]
+    return [torch.float32, entries, entries, torch.float32, 1, _INT64, _INT64]
 
 
 def binding_of(parameters: list[str], group: int) -> Binding:

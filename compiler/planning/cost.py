@@ -19,23 +19,23 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, exp
 
-from ..analysis.measured import LONG_AXIS
-from ..analysis.records import Axis, TileCounts, Traits
+from ..analysis.tiles.measured import LONG_AXIS
+from ..analysis.tiles.results import Axis, TileCounts, Traits
 from .dtypes import BF16
 from .form import Form, Machine
-from .hardware import Hardware
 from .kernel import Bound, Kernel
+from .machines.hardware import Hardware
+from .machines.torch_times import CpuTimes, TorchCost
 from .paces import AT_HAND, LANES, Instructions, Pace, instructions_of, longest_of, pace_of
 from .quantities import Formula, Sizes, score_count, uneven_count
 from .records import Shape
 from .segments import Segments
 from .splits import LATENCY, LONE, MOST_PARTS, Parts, divided
-from .torch_times import CpuTimes, TorchCost
 
 CountLongest = Callable[[int, int], int]  # (rows of a query tile, of a key tile) -> tiles of keys
 CountTiles = Callable[[Axis, int, int], TileCounts]  # (axis of the loop, rows of a query tile, of a key tile)
 
-L2_SHARE = 0.8  # of L2 that holds what is read again; outputs and one-time reads pass through the rest
+L2_FRACTION = 0.8  # of L2 that holds what is read again; outputs and one-time reads pass through the rest
 L2_OVER_HBM = 1.8  # bytes/s that L2 delivers over those of HBM
 RESERVED = 1024  # bytes of SRAM that a program takes besides its own
 MOST_ON_AN_SM = 3  # programs that divide keys: of more, each has fewer registers than its loop wants
@@ -162,10 +162,11 @@ def sizes_of(
     return Sizes(
         B=shape.batch, Hq=shape.heads, Hkv=shape.kv_heads, L=shape.q_len, T=shape.kv_len, D=shape.head_dim,
         Dv=shape.value_dim, C=parts.qk_columns, Cv=parts.v_columns, Du=shape.value_dim * own_value,
-        Cu=parts.v_columns * own_value, e=size, bq=block_q, bkv=form.block_kv, s=ahead, h=in_sram,
-        p=score_bytes, n=visited, nq=tiles, nkv=ceil(shape.kv_len / form.block_kv),
-        k=1, j=1, w=0 if traits.linear else 1, R=sum(s.width for s in parts.qk if s.source == "rope"),
-        r=int((shape.kv_len if kernel.axis == "kv" else shape.q_len) > LONG_AXIS), z=int(shape.group > 1),
+        Cu=parts.v_columns * own_value, e=size, bq=block_q, bkv=form.block_kv, s=ahead, owned_in_sram=in_sram,
+        score_bytes=score_bytes, n=visited, nq=tiles, nkv=ceil(shape.kv_len / form.block_kv),
+        k=1, neighbours_miss=1, nonlinear=0 if traits.linear else 1, begins_zero=int(shape.group > 1),
+        R=sum(s.width for s in parts.qk if s.source == "rope"),
+        long_axis=int((shape.kv_len if kernel.axis == "kv" else shape.q_len) > LONG_AXIS),
     )  # fmt: skip
 
 
@@ -187,10 +188,10 @@ def pair_bytes(kernel: Kernel, form: Form, x: Sizes, traits: Traits, hardware: H
     if hardware.kind != "cuda" or not kernel.weighs or not form.loads_reads:
         return 0
     of_heads = traits.head_bytes
-    of_pairs = traits.pair_bytes + (of_heads if kernel.shares_keys else 0)
+    of_a_pair = traits.pair_bytes + (of_heads if kernel.shares_keys else 0)
     of_keys = traits.key_bytes + (0 if kernel.shares_keys else of_heads)
     of_rows = of_keys * x.bkv if kernel.axis == "kv" else traits.query_bytes * x.bq
-    return (of_pairs * x.bq * x.bkv + of_rows) * x.s
+    return (of_a_pair * x.bq * x.bkv + of_rows) * x.s
 
 
 @lru_cache(maxsize=256)
@@ -226,7 +227,7 @@ def of_sequences(x: Sizes, packed: int) -> Sizes:
     return x._replace(B=x.B * packed, L=x.L / packed, T=x.T / packed, nq=nq, nkv=nkv)
 
 
-def share_from_hbm(kernel: Kernel, sizes: Sizes, at_once: int, hardware: Hardware) -> float:
+def hbm_fraction(kernel: Kernel, sizes: Sizes, at_once: int, hardware: Hardware) -> float:
     """The letter k: which share of repeated reads and writes misses L2 when `at_once` programs run together."""
     visits = kernel.again.visits(sizes)
     if visits <= 1:
@@ -239,7 +240,7 @@ def share_from_hbm(kernel: Kernel, sizes: Sizes, at_once: int, hardware: Hardwar
     if programs_a_head > 1:
         live = min(query_heads, ceil(live / HEADS_TOGETHER) * HEADS_TOGETHER)
     sharing = sizes.Hq / sizes.Hkv if kernel.axis == "kv" else 1
-    pressure = max(1.0, live / sharing) * kernel.again.head_bytes(sizes) / (L2_SHARE * hardware.l2_bytes)
+    pressure = max(1.0, live / sharing) * kernel.again.head_bytes(sizes) / (L2_FRACTION * hardware.l2_bytes)
     if pressure <= 1:
         return 0.0
     if programs_a_head > 1:
@@ -270,12 +271,12 @@ def cost_of(
     traits: Traits = Traits(),  # noqa: B008  frozen
     longest: int | None = None,
     uneven: bool = False,
-    few: bool = True,
+    few_queries: bool = True,
     packed: int = 1,
 ) -> KernelCost:
     """Numbers of one kernel. longest: tiles of keys that the last queries visit in a sequence of all T keys. uneven:
-    sequences have lengths of their own. few: queries a sequence (Signature.few), where keys are divided. packed: how
-    many sequences rows are packed of."""
+    sequences have lengths of their own. few_queries: a sequence has few, and keys are divided. packed: how many
+    sequences rows are packed of."""
     if kernel.shares_keys:
         tiles = _by_key_head(tiles, form, shape) if kernel.divides else tiles
         form = form.of_rows(shape.group * shape.q_len)
@@ -286,13 +287,13 @@ def cost_of(
         if kernel.divides:
             at_once = hardware.sms * split_programs_per_sm(kernel, form, once, hardware, parts)
         most = ceil(once.nkv) if longest is None else longest
-        found = parts_of(kernel.divider, form, once, most, hardware, parts, uneven, few)
-        once = once._replace(S=found.parts, d=int(found.parts > 1))
-    sizes = once._replace(k=share_from_hbm(kernel, of_sequences(once, packed), at_once, hardware), j=0)
+        found = parts_of(kernel.divider, form, once, most, hardware, parts, uneven, few_queries)
+        once = once._replace(S=found.parts, joined=int(found.parts > 1))
+    sizes = once._replace(k=hbm_fraction(kernel, of_sequences(once, packed), at_once, hardware), neighbours_miss=0)
     reads = read_by(kernel, form)
     read, written = reads(sizes), kernel.written(sizes)
     moved = reads(once) + kernel.written(once)
-    busy = busy_share(kernel.programs(sizes), at_once)
+    busy = busy_fraction(kernel.programs(sizes), at_once)
     by_torch = form.torch_work(kernel, sizes, tiles, traits, Machine(hardware, shape.dtype, sram, busy))
     if by_torch is not None:
         return KernelCost(
@@ -397,7 +398,7 @@ def instructions_per_second(hardware: Hardware) -> float:
     return LANES * hardware.exp_per_second
 
 
-def busy_share(programs: float, at_once: int) -> float:
+def busy_fraction(programs: float, at_once: int) -> float:
     """Share of the machine that works: the last wave leaves part of it idle."""
     if not programs:
         return 1.0
@@ -417,7 +418,7 @@ def predict(
     count: CountTiles | None = None,
     longest: CountLongest | None = None,
     uneven: bool = False,
-    few: bool = True,
+    few_queries: bool = True,
     packed: int = 1,
 ) -> tuple[KernelCost, ...]:
     """Cost of every kernel, in order of execution.
@@ -434,7 +435,7 @@ def predict(
             tiles = counter(kernel.axis, form.block_q, form.block_kv)
         tiles = tiles.uneven if kernel.visits == "uneven" else tiles
         most = longest(form.block_q, form.block_kv) if longest and kernel.shares_keys else None
-        costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits, most, uneven, few, packed))
+        costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits, most, uneven, few_queries, packed))
     return tuple(costs)
 
 
@@ -456,9 +457,9 @@ def split_programs_per_sm(kernel: Kernel, form: Form, x: Sizes, hardware: Hardwa
 
 def parts_of(
     kernel: Kernel, form: Form, x: Sizes, longest: int, hardware: Hardware, parts: Segments, uneven: bool = False,
-    few: bool = True,
+    few_queries: bool = True,
 ) -> Parts:  # fmt: skip
-    """Into how many parts a call's keys are divided; calls and plans ask here. longest, uneven, few: as of cost_of."""
+    """Into how many parts a call's keys are divided; calls and plans ask here. Arguments as of cost_of."""
     slots = hardware.sms * split_programs_per_sm(kernel, form, x, hardware, parts)
     tile_bytes = x.e * x.bkv * (x.D + x.Du)
     units = int(x.B * x.Hkv * x.nq)
@@ -467,7 +468,7 @@ def parts_of(
         busy = 2 * x.bq * x.bkv * (x.C + x.Cv) * hardware.sms / (REACHED * hardware.matrix_flops(BF16.name))
         tile_bytes /= x.nq  # programs that share keys are neighbours
         uneven = False  # the kernel evens out lengths by itself
-        if not few:  # parts take memory: as many as programs that run at once, or twice as many
+        if not few_queries:  # parts take memory: as many as programs that run at once, or twice as many
             most = max(1, 2 * slots // units)
     rate, uneven = hardware.hbm_bytes_per_second, uneven and x.B > 1
     slots = INTERPRETED if hardware.kind == "cpu" else slots

@@ -20,17 +20,17 @@ from rich.text import Text
 from ...ir.attention import Attention
 from ...ir.errors import counted
 from ...ir.normalizer import SOFTMAX
-from ..analysis.measured import LIST_HEAD, LIST_ROOM
-from ..analysis.records import Bounds
-from ..analysis.survey import CELL
+from ..analysis.tiles.measured import LIST_HEAD, LIST_ROOM
+from ..analysis.tiles.results import Bounds
+from ..analysis.tiles.survey import CELL
 from .cost import PairWork, Times, instructions_per_second, l2_bytes_per_second
-from .hardware import Hardware
+from .machines.hardware import Hardware
+from .machines.rates import CACHE_LEVELS
+from .machines.torch_times import CpuSpeed
 from .paces import PACES
 from .plan import KernelPlan, Plan, Sums
-from .rates import LEVELS
 from .records import Segment
-from .sums import DIAGONAL, LISTED, PUT
-from .torch_times import CpuSpeed
+from .sum_times import DIAGONAL, LISTED, PUT
 
 WIDTH = 100
 _GLOSSARY = (
@@ -410,7 +410,9 @@ def _pace_text(work: PairWork, names: Places) -> str:
 def _core_text(speed: CpuSpeed) -> str:
     """What a core does in the form of a kernel, and which cache its tiles find room in."""
     library = {"torch": "torch", "onednn": "oneDNN"}[speed.library]
-    held = ", ".join(f"{share:.0%} in {level}" for level, share in zip(LEVELS, speed.shares, strict=True) if share)
+    held = ", ".join(
+        f"{share:.0%} in {level}" for level, share in zip(CACHE_LEVELS, speed.shares, strict=True) if share
+    )
     cores = f"{speed.cores} core{'s' * (speed.cores > 1)}"
     return (
         f"products of {library} {_digits(speed.products)}FLOP/s, speedup {speed.speedup:.4g} of {cores}; "

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 from .quantities import Formula
 
 if TYPE_CHECKING:
-    from ..analysis.records import TileCounts, Traits
-    from .hardware import Hardware
+    from ..analysis.tiles.results import TileCounts, Traits
     from .kernel import Kernel
+    from .machines.hardware import Hardware
+    from .machines.torch_times import TorchCost
     from .quantities import Sizes
     from .segments import Segments
-    from .torch_times import TorchCost
 
 F = TypeVar("F", bound="Form")
 PROGRAMS_PER_SM = 8  # at most, whatever else would fit

@@ -9,7 +9,18 @@ import sympy
 from .quantities import Formula, Sizes
 
 # Letters that are a property of the machine or the schedule rather than of the problem: written as numbers.
-_SWITCHES = ("R", "d", "e", "h", "j", "p", "r", "s", "w", "z")
+_SWITCHES = (
+    "R",
+    "begins_zero",
+    "e",
+    "joined",
+    "long_axis",
+    "neighbours_miss",
+    "nonlinear",
+    "owned_in_sram",
+    "s",
+    "score_bytes",
+)
 
 
 def formula_text(formula: Formula, sizes: Sizes) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from ...ir.expr import Call, Expr, Symbol
 from ...ir.walk import symbols
-from ..analysis.facts import Facts
-from ..analysis.records import OperandGradient
+from ..analysis.tiles.facts import Facts
+from ..analysis.tiles.results import OperandGradient
 from .signature import Signature
 
 

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
-from ..analysis.records import Axis
+from ..analysis.tiles.results import Axis
 from .paces import Pace
 from .quantities import Formula, head_keys, head_queries, key_visits, none, query_visits
 from .signature import Direction, Widths
 from .sources import SequenceKind, Side
 
 if TYPE_CHECKING:
-    from ..analysis.records import Traits
+    from ..analysis.tiles.results import Traits
     from .form import Form
     from .quantities import Sizes
     from .records import Stage

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...ir.normalizer import RELU, SIGMOID
-from ..analysis.records import Traits, Work
+from ..analysis.tiles.results import Traits, Work
 from .quantities import Sizes
 
 if TYPE_CHECKING:

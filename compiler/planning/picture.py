@@ -11,7 +11,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from ...ir.errors import UnavailableError, WeftError, counted
-from ..analysis.records import TileCounts
+from ..analysis.tiles.results import TileCounts
 
 if TYPE_CHECKING:
     import numpy
@@ -184,7 +184,7 @@ def mask_picture(grid: TileGrid, path: str | Path, *, title: str = "", dense: nu
 
 
 # -- SVG -------------------------------------------------------------------------------------------------------------
-_WIDE, _MARGIN, _LINE = 420, 56, 18  # of the plot at most, of what stands around it, of a line of text
+_PLOT, _MARGIN, _LINE = 420, 56, 18  # of the plot at most, of what stands around it, of a line of text
 _CARD = "#ffffff", "#cccccc", "#222222"  # background, border and text: its own, so that it reads on dark pages too
 
 
@@ -195,7 +195,7 @@ def mask_svg(grid: TileGrid, *, title: str = "", dense: numpy.ndarray | None = N
     """
     across, down = _plot_size(grid)
     titles = wrap(title or f"{grid.q_len} queries, {grid.kv_len} keys", 64)
-    top, width = _LINE * (len(titles) + 1) + 14, _WIDE + 2 * _MARGIN
+    top, width = _LINE * (len(titles) + 1) + 14, _PLOT + 2 * _MARGIN
     height = top + down + 5 * _LINE
     background, border, ink = _CARD
     parts = [
@@ -222,9 +222,9 @@ def mask_svg(grid: TileGrid, *, title: str = "", dense: numpy.ndarray | None = N
 
 def _plot_size(grid: TileGrid) -> tuple[int, int]:
     """Width and height of the plot: true to the lengths, as far as both stay large enough to see."""
-    tall = _WIDE * grid.q_len / grid.kv_len
-    across = _WIDE if tall <= _WIDE else max(_WIDE // 4, round(_WIDE * _WIDE / tall))
-    return across, round(min(_WIDE, max(_WIDE // 10, tall)))
+    tall = _PLOT * grid.q_len / grid.kv_len
+    across = _PLOT if tall <= _PLOT else max(_PLOT // 4, round(_PLOT * _PLOT / tall))
+    return across, round(min(_PLOT, max(_PLOT // 10, tall)))
 
 
 def _svg_text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal", more: str = "") -> str:
@@ -290,7 +290,7 @@ def _legend(grid: TileGrid, top: int) -> Iterator[str]:
     """The classes with how many tiles are of each, and how large a tile is."""
     counts = (grid.counts.empty, grid.counts.edge, grid.counts.full)
     for number, (colour, label, count) in enumerate(zip(_COLOURS, _LABELS, counts, strict=True)):
-        x = _MARGIN + number * (_WIDE + _MARGIN) // len(counts)
+        x = _MARGIN + number * (_PLOT + _MARGIN) // len(counts)
         yield f'<rect x="{x}" y="{top - 10}" width="11" height="11" fill="{colour}" stroke="#888888"/>'
         yield _svg_text(x + 16, top, f"{label.split(':')[0]} {count:,}")
         yield _svg_text(x + 16, top + 15, label.split(": ")[1], more=' font-size="10" fill-opacity="0.7"')

@@ -13,21 +13,21 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from ...ir.errors import InternalError, WeftError
-from ..analysis.measured import MOST_POSITIONS, MOST_STEPS, Blocks, Measurement
-from ..analysis.records import Axis, TileCounts, TileProgram, TileSource, Traits
-from ..analysis.survey import Survey
-from ..analysis.tiles import Environment, count_tiles
-from .cost import CountLongest, CountTiles, KernelCost, PairWork, Times, busy_share, pair_bytes, predict, read_by
+from ..analysis.tiles.measured import MOST_POSITIONS, MOST_STEPS, Blocks, Measurement
+from ..analysis.tiles.programs import Environment, count_tiles
+from ..analysis.tiles.results import Axis, TileCounts, TileProgram, TileSource, Traits
+from ..analysis.tiles.survey import Survey
+from .cost import CountLongest, CountTiles, KernelCost, PairWork, Times, busy_fraction, pair_bytes, predict, read_by
 from .form import Form
-from .hardware import Hardware
 from .kernel import Bound, Kernel, Module
+from .machines.hardware import Hardware
+from .machines.torch_times import CpuSpeed, CpuTimes, computed_whole
 from .quantities import Formula, Sizes
 from .records import Quantity, Shape, Stage
 from .schedule import Schedule
 from .segments import Segments
 from .signature import Direction, Signature
 from .stage_words import Tiles
-from .torch_times import CpuSpeed, CpuTimes, computed_whole
 
 
 # -- what code there is ----------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class KernelPlan:
     @property
     def busy(self) -> float:
         """Share of the machine that works, averaged over the waves of programs."""
-        return busy_share(self.programs.value, self.at_once)
+        return busy_fraction(self.programs.value, self.at_once)
 
     @property
     def intensity(self) -> float:
@@ -247,7 +247,7 @@ class VisiblePairs:
 
 @dataclass(frozen=True)
 class Sums:
-    """What a backward with gradients of operands takes besides kernels of its modules: see sums.py."""
+    """What a backward with gradients of operands takes besides kernels of its modules: see sum_times.py."""
 
     last: float  # seconds: of the sums that end all
     rows: Quantity  # sums of rows and keys that lie otherwise than the operand
@@ -273,7 +273,7 @@ class Plan:
     def schedule(self) -> Schedule:
         whole = self.codes[0].schedule
         for code in self.codes[1:]:
-            if code.signature.share == "short":  # a schedule of its own, of a call that asks for none
+            if code.signature.serves == "short":  # a schedule of its own, of a call that asks for none
                 continue
             whole = whole.joined(code.schedule)
         return whole
@@ -345,7 +345,7 @@ def make_plan(
         cost for code in codes
         for cost in predict(
             shape, [(k.kernel, k.form) for k in code.kernels], hardware, code.segments, traits, count, longest,
-            code.signature.sequences.ragged, code.signature.few, packed,
+            code.signature.sequences.ragged, code.signature.few_queries, packed,
         )
     ]  # fmt: skip
     whole = {name: computed_whole(seconds) for name, seconds in (own or {}).items()}
@@ -395,7 +395,7 @@ def _kernel_plan(
         sram_bytes=quantity(sram),
         hbm_read=quantity(read),
         hbm_written=quantity(kernel.written),
-        l2_traffic=quantity(moved, letters._replace(k=1, j=1)),
+        l2_traffic=quantity(moved, letters._replace(k=1, neighbours_miss=1)),
         flops=quantity(kernel.flops),
         useful=useful,
         exps=quantity(cost.exps),

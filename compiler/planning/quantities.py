@@ -38,22 +38,22 @@ class Sizes(NamedTuple):  # hundreds are made where forms are ranked: a dataclas
     bq: float  # rows of a query tile
     bkv: float  # rows of a key tile
     s: float  # SRAM buffers of a tile that is loaded ahead
-    h: float  # 1 where the tiles that a program owns lie in SRAM, 0 where registers hold them
-    p: float  # SRAM bytes of a score between its two matrix products; 0 where registers hold it
+    owned_in_sram: float  # 1 where the tiles that a program owns lie in SRAM, 0 where registers hold them
+    score_bytes: float  # SRAM bytes of a score between its two matrix products; 0 where registers hold it
     n: float  # pairs (query tile, key tile) visited, in the whole problem
     nq: float  # query tiles of one head
     nkv: float  # key tiles of one head
     k: float  # share of repeated reads and writes that reaches HBM: 1 without an L2
-    j: float  # the same of reads by neighbours that run at the same time: 0 with an L2 of any size, 1 without
-    w: float  # 1 where the score is not linear in q.k, so that its derivative needs q.k; else 0
+    neighbours_miss: float  # the same of reads by neighbours at one time: 0 with an L2 of any size, 1 without
+    nonlinear: float  # 1 where the score is not linear in q.k, so that its derivative needs q.k; else 0
     S: float = 1  # parts of the keys that are computed apart
-    d: float = 0  # 1 where these are joined by another kernel, else 0
+    joined: float = 0  # 1 where these are joined by another kernel, else 0
     m: float = 0  # tiles that need the mask
-    r: float = 0  # 1 where the axis whose tiles are measured is long: they are looked at in stretches; else 0
+    long_axis: float = 0  # 1 where the axis whose tiles are measured is long, and looked at in stretches; else 0
     t: float = 0  # tiles of a CPU where neighbours that need no mask are joined
     R: float = 0  # columns of the key that are those of all heads
     u: float = 0  # visited tiles whose pairs are not all level, where level ones have a loop of their own
-    z: float = 1  # 1 where sums of dQ begin as zeros even if first shares can be stored: query heads share keys; else 0
+    begins_zero: float = 1  # 1 where sums of dQ begin as zeros, as where query heads share keys; else 0
 
 
 Formula: TypeAlias = Callable[[Sizes], float]
@@ -70,7 +70,7 @@ def output_bytes(x: Sizes) -> float:
 
 def common_bytes(x: Sizes) -> float:
     """Of keys, what heads have in common and an L2 holds for all but the first of them, which are neighbours."""
-    return x.e * x.B * (x.Hkv - 1) * x.T * x.R * (1 - x.j)
+    return x.e * x.B * (x.Hkv - 1) * x.T * x.R * (1 - x.neighbours_miss)
 
 
 def key_gradient_bytes(x: Sizes) -> float:
@@ -131,7 +131,7 @@ def queries_again(x: Sizes) -> float:
 
 def queries_beside(x: Sizes) -> float:
     """The same where all fetches of a row are by neighbours, so close together that any L2 has it still."""
-    return 1 + (query_visits(x) - 1) * x.j
+    return 1 + (query_visits(x) - 1) * x.neighbours_miss
 
 
 def keys_again(x: Sizes) -> float:
@@ -165,7 +165,7 @@ def none(x: Sizes) -> float:
 # -- flash: FlashAttention-2, arXiv 2307.08691 -----------------------------------------------------------------------
 def flash_forward_sram(x: Sizes) -> float:
     """Q, then K and V loaded ahead: what Triton reports, to the byte, where it was compared."""
-    return x.h * x.bq * x.C * x.e + x.s * x.bkv * (x.C + x.Cu) * x.e + x.p * x.bq * x.bkv
+    return x.owned_in_sram * x.bq * x.C * x.e + x.s * x.bkv * (x.C + x.Cu) * x.e + x.score_bytes * x.bq * x.bkv
 
 
 def flash_forward_read(x: Sizes) -> float:
@@ -195,8 +195,8 @@ def statistics_written(x: Sizes) -> float:
 
 
 def flash_dquery_sram(x: Sizes) -> float:
-    owned = x.h * x.bq * (x.C + x.Cv) * x.e
-    return owned + x.s * x.bkv * (x.C + x.Cv) * x.e + x.p * x.bq * x.bkv
+    owned = x.owned_in_sram * x.bq * (x.C + x.Cv) * x.e
+    return owned + x.s * x.bkv * (x.C + x.Cv) * x.e + x.score_bytes * x.bq * x.bkv
 
 
 def flash_dquery_read(x: Sizes) -> float:
@@ -209,9 +209,9 @@ def flash_dquery_flops(x: Sizes) -> float:
 
 
 def flash_dkey_dvalue_sram(x: Sizes) -> float:
-    owned = x.h * x.bkv * (x.C + x.Cv) * x.e
+    owned = x.owned_in_sram * x.bkv * (x.C + x.Cv) * x.e
     ahead = x.s * x.bq * (x.C + x.Cv) * x.e
-    return owned + ahead + 2 * x.s * x.bq * ROW_STATISTIC + 2 * x.p * x.bq * x.bkv
+    return owned + ahead + 2 * x.s * x.bq * ROW_STATISTIC + 2 * x.score_bytes * x.bq * x.bkv
 
 
 def flash_dkey_dvalue_read(x: Sizes) -> float:

@@ -15,7 +15,7 @@ from .sources import DENSE, SequenceKind
 Direction: TypeAlias = Literal["forward", "backward"]
 Offset: TypeAlias = Literal["bottom_right", "number", "per_row"]
 # Which sequences a module computes: with up to MOST_SHORT queries; with more, and rows that no sequence has; or all
-Share: TypeAlias = Literal["all", "short", "long"]
+Serves: TypeAlias = Literal["all", "short", "long"]
 LengthClass: TypeAlias = tuple[int, int]  # queries and keys, each as the nearest power of two
 
 FEW_QUERIES = 16  # up to it a call is bound by the keys that it reads, and its tiles by the rows that they do not have
@@ -28,7 +28,7 @@ ALWAYS_SHORT = 256  # queries
 MOST_OF_A_SHORT_CALL = 1024  # the same under a mask that hides about half of the pairs
 
 
-def has_few(direction: Direction, sequences: SequenceKind, q_len: int, number: int = 1) -> bool:
+def has_few_queries(direction: Direction, sequences: SequenceKind, q_len: int, number: int = 1) -> bool:
     """Whether a forward has few queries a sequence; of packed ones the host knows their sum and number alone.
 
     Then no sequence has more than MOST_SHORT, as long as each has one. q_len: rows of the query. number: of sequences,
@@ -41,9 +41,9 @@ def has_few(direction: Direction, sequences: SequenceKind, q_len: int, number: i
     return q_len < number + MOST_SHORT or (number > MOST_SHARED and q_len <= number * MOST_SHORT)
 
 
-def share_of(direction: Direction, sequences: SequenceKind, q_len: int, number: int = 1) -> Share:
+def serves_of(direction: Direction, sequences: SequenceKind, q_len: int, number: int = 1) -> Serves:
     """Long where a forward may have both kinds of sequences: the short ones are then those of another module."""
-    mixed = sequences.is_mixed and not has_few(direction, sequences, q_len, number)
+    mixed = sequences.is_mixed and not has_few_queries(direction, sequences, q_len, number)
     return "long" if direction == "forward" and mixed and 1 < number <= MOST_SHARED else "all"
 
 
@@ -123,11 +123,11 @@ class Signature:
     wanted: frozenset[str] = frozenset()  # of a backward: "query", "key", "value", "rope" and names of operands
     deterministic: bool = False  # of a backward: gradients must be bitwise repeatable
     atomics: bool = False  # of a backward: gradients of operands may be summed in any order
-    few: bool = False  # of a forward: few queries a sequence (has_few), for which keys are divided where a target can
-    wide: bool = False  # places in a tensor operand lie 2**31 elements apart, so that offsets need 64 bits
+    few_queries: bool = False  # of a forward: has_few_queries, for which keys are divided where a target can
+    offsets_64: bool = False  # places in a tensor operand lie 2**31 elements apart, so that offsets need 64 bits
     doubles: bool = False  # a float operand has 64 bits, which tiles of what pairs read then have room for
     boxed: int = 0  # bytes of an element of what `Facts.boxed_read` reads, where tiles of it may be brought to SRAM
-    share: Share = "all"  # of a forward of packed queries over pages: the others are those of another module
+    serves: Serves = "all"  # of a forward of packed queries over pages: the others are those of another module
     short_call: bool = False  # of a dense forward: is_short_call, where the target has a form for these
     lengths: LengthClass | None = None  # of the call (class_of), where forms were timed for calls of its class
     options: frozenset[str] = frozenset()  # of the call, which kernels read by their names
@@ -153,15 +153,13 @@ class Signature:
         wanted = f" wanted {','.join(sorted(self.wanted))}" if self.direction == "backward" else ""
         w = self.widths
         latent = f" rope {w.rope_dim}" if w.rope_dim else " value is key" if w.value_is_key else ""
-        wide = (" few" if self.few else "") + (" wide" if self.wide else "")
-        wide += " doubles" if self.doubles else ""
-        wide += f" boxed {self.boxed}" if self.boxed else ""
-        wide += f" {self.share}" if self.share != "all" else ""
-        wide += f" with {','.join(sorted(self.options))}" if self.options else ""
-        repeats = " deterministic" if self.deterministic else " atomics" if self.atomics else ""
-        return (
-            f"{self.direction} {self.arch} {self.label}{latent} {self.sequences} {self.offset}{wanted}{repeats}{wide}"
-        )
+        besides = (" few" if self.few_queries else "") + (" wide" if self.offsets_64 else "")
+        besides += " doubles" if self.doubles else ""
+        besides += f" boxed {self.boxed}" if self.boxed else ""
+        besides += f" {self.serves}" if self.serves != "all" else ""
+        besides += f" with {','.join(sorted(self.options))}" if self.options else ""
+        besides = (" deterministic" if self.deterministic else " atomics" if self.atomics else "") + besides
+        return f"{self.direction} {self.arch} {self.label}{latent} {self.sequences} {self.offset}{wanted}{besides}"
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,7 @@ class Described:
     rows: tuple[int, int] = (FEW_QUERIES + 1, FEW_QUERIES + 1)  # of query and key
     number: int = 1  # of sequences
     lengths: tuple[int, int] | None = None  # queries and keys of a sequence, where they are known
-    wide: bool = False
+    offsets_64: bool = False
     doubles: bool = False
     boxed: int = 0
     options: frozenset[str] = frozenset()
@@ -196,9 +194,9 @@ def signature_of(call: Described, *, masked: bool, sums_pairs: bool) -> Signatur
         direction=call.direction, arch=call.arch, dtypes=Dtypes.all(call.dtype), widths=call.widths, sequences=kind,
         offset=call.offset, wanted=call.wanted, deterministic=not forward and call.deterministic is True,
         atomics=not forward and call.deterministic is False and sums_pairs,
-        few=has_few(call.direction, kind, q_len, call.number),
-        share=share_of(call.direction, kind, q_len, call.number),
-        wide=call.wide, doubles=call.doubles, boxed=call.boxed, options=call.options,
+        few_queries=has_few_queries(call.direction, kind, q_len, call.number),
+        serves=serves_of(call.direction, kind, q_len, call.number),
+        offsets_64=call.offsets_64, doubles=call.doubles, boxed=call.boxed, options=call.options,
         short_call=forward and not kind.ragged and is_short_call(q_len, kv_len, masked),
         lengths=class_of(*call.lengths) if call.lengths else None,
     )  # fmt: skip

@@ -11,8 +11,8 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from ...ir.errors import WeftError
-from ..analysis.records import TileProgram
-from ..analysis.tiles import Environment, count_tiles
+from ..analysis.tiles.programs import Environment, count_tiles
+from ..analysis.tiles.results import TileProgram
 
 MOST_PARTS = 128
 START = 2.0e-6  # seconds that a program takes before its first tile is there, and after its last

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..analysis.records import Traits
+from ..analysis.tiles.results import Traits
 from .form import Form
 from .records import Segment, Stage
 from .segments import Segments

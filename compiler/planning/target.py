@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ...ir.attention import Attention
 from ...ir.sequences import Rows
-from ..analysis.facts import Facts
+from ..analysis.tiles.facts import Facts
 from .form import Form
-from .hardware import Hardware
 from .kernel import Algorithm, Kernel
+from .machines.hardware import Hardware
 from .plan import CodePlan, KernelCode
 from .segments import Segments
 from .signature import Direction, Signature, Widths

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import weft
 from weft import batch, group, head, kv_len, kv_pos, masks, q_len, q_pos
 from weft.codegen.functions import TORCH_LANGUAGE, FunctionPrinter
-from weft.compiler.analysis.affine import at_most, const, simplified
-from weft.compiler.analysis.bounds import MAX_INTERVALS, kv_bounds, q_bounds
-from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.tiles.bounds import MAX_INTERVALS, kv_bounds, q_bounds
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.values.affine import at_most, const, simplified
 from weft.ir.canonical import canonical
 from weft.ir.expr import Expr, call, expression
 

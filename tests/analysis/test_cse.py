@@ -5,8 +5,8 @@ import doctest
 import pytest
 import torch
 
-from weft.compiler.analysis import cse
-from weft.compiler.analysis.cse import shared
+from weft.compiler.analysis.values import cse
+from weft.compiler.analysis.values.cse import shared
 from weft.ir.expr import scalar, tensor
 from weft.ir.parse import parse
 from weft.ir.reference import evaluate

@@ -10,9 +10,9 @@ import torch
 
 import weft
 from weft import exp, head, kv_len, kv_pos, log, q_len, q_pos, rsqrt, score, sqrt
-from weft.compiler.analysis import defined
-from weft.compiler.analysis.defined import is_below_inf, is_below_inf_at_last, is_number
-from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.values import defined
+from weft.compiler.analysis.values.defined import is_below_inf, is_below_inf_at_last, is_number
 from weft.ir.expr import Expr
 from weft.ir.operators import OPERATORS
 from weft.ir.reference import _torch_function

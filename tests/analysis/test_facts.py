@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.records import TorchWork, Traits, Work
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.results import TorchWork, Traits, Work
 from weft.ir.attention import Attention
 from weft.ir.expr import Expr, scalar, symbol, tensor
 from weft.ir.functions import exp, sqrt, tanh, where
@@ -76,7 +76,7 @@ def test_scores_that_are_not_linear(score: Expr) -> None:
 def test_products_are_seen_to_be_linear_without_sympy() -> None:
     code = (
         "import sys; from weft.ir.attention import Attention; from weft.ir.expr import symbol, tensor; "
-        "from weft.compiler.analysis.facts import facts_of; "
+        "from weft.compiler.analysis.tiles.facts import facts_of; "
         "SCORE, HEAD, T = symbol('score'), symbol('head'), tensor('t', 1); before = 'sympy' in sys.modules; "
         "found = [facts_of(Attention(s)) for s in (2.0 * SCORE, SCORE / 2.0, SCORE * T[HEAD])]; "
         "print(*(f.linear_scale is not None for f in found), *(f.scale_sign_unknown for f in found)); "

@@ -11,10 +11,10 @@ import pytest
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos
-from weft.compiler.analysis.facts import Facts, facts_of
-from weft.compiler.analysis.measured import MOST_POSITIONS, Measurement, Span, Table, visited
-from weft.compiler.analysis.records import Measuring, TileCounts
-from weft.compiler.analysis.tiles import count_tiles, lookups, tile_ranges
+from weft.compiler.analysis.tiles.facts import Facts, facts_of
+from weft.compiler.analysis.tiles.measured import MOST_POSITIONS, Measurement, Span, Table, visited
+from weft.compiler.analysis.tiles.programs import count_tiles, lookups, tile_ranges
+from weft.compiler.analysis.tiles.results import Measuring, TileCounts
 from weft.compiler.planning.plan import counter
 from weft.compiler.planning.records import Shape
 from weft.ir.errors import WeftError

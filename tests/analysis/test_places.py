@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.compiler.analysis.places import by_difference, differ_by_pair, read_once, summed_over
+from weft.compiler.analysis.values.places import by_difference, differ_by_pair, read_once, summed_over
+from weft.compiler.planning.gradient_sums import Way, ways_of
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.compiler.planning.sources import LENGTHS, PACKED
-from weft.compiler.planning.tables import Way, ways_of
 from weft.ir.expr import Load, scalar, tensor
 from weft.ir.parse import parse
 from weft.ir.reference import evaluate

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import weft
 from weft import head, kv_len, kv_pos, masks, q_pos, score
-from weft.compiler.analysis.ranges import check_integers, range_of
+from weft.compiler.analysis.values.ranges import check_integers, range_of
 from weft.ir.expr import Expr, call, expression
 from weft.ir.operators import LARGEST_FLOOR
 

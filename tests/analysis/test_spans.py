@@ -16,10 +16,10 @@ from torch import Tensor
 import weft
 from weft import batch, head, kv_pos, masks, q_pos
 from weft.codegen.targets.triton.kernels.measures import PAIR_CELLS
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.measured import SPAN_ROOM, Measurement, Table, is_listed
-from weft.compiler.analysis.records import TileProgram
-from weft.compiler.planning.hardware import for_device
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.measured import SPAN_ROOM, Measurement, Table, is_listed
+from weft.compiler.analysis.tiles.results import TileProgram
+from weft.compiler.planning.machines.hardware import for_device
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Choices, Dense
 from weft.runtime.driver import compile_kernels

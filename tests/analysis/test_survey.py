@@ -11,8 +11,8 @@ import pytest
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos
-from weft.compiler.analysis.affine import name
-from weft.compiler.analysis.survey import Survey, cell_size, survey
+from weft.compiler.analysis.tiles.survey import Survey, cell_size, survey
+from weft.compiler.analysis.values.affine import name
 from weft.ir.canonical import canonical
 from weft.ir.expr import Expr, call, expression
 from weft.ir.walk import substitute, symbols

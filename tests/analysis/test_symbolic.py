@@ -8,8 +8,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from weft.compiler.analysis import symbolic
-from weft.compiler.analysis.symbolic import _Border, derivative, simplify
+from weft.compiler.analysis.values import symbolic
+from weft.compiler.analysis.values.symbolic import _Border, derivative, simplify
 from weft.ir.attention import Attention
 from weft.ir.errors import InternalError
 from weft.ir.expr import call, expression, scalar, symbol, tensor

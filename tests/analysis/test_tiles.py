@@ -10,10 +10,10 @@ import pytest
 
 import weft
 from weft import head, kv_pos, masks, q_pos
-from weft.compiler.analysis.affine import const, make
-from weft.compiler.analysis.bounds import kv_bounds, q_bounds
-from weft.compiler.analysis.records import Bounds, Interval, TileProgram
-from weft.compiler.analysis.tiles import MOST_EXACT, count_tiles, tile_program, tile_ranges
+from weft.compiler.analysis.tiles.bounds import kv_bounds, q_bounds
+from weft.compiler.analysis.tiles.programs import MOST_EXACT, count_tiles, tile_program, tile_ranges
+from weft.compiler.analysis.tiles.results import Bounds, Interval, TileProgram
+from weft.compiler.analysis.values.affine import const, make
 from weft.ir.canonical import canonical
 from weft.ir.expr import Expr, expression, symbol
 from weft.ir.walk import symbols

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from weft.compiler.analysis.bounds import kv_bounds, q_bounds
-from weft.compiler.analysis.records import TileProgram
-from weft.compiler.analysis.tiles import tile_program, tile_ranges
+from weft.compiler.analysis.tiles.bounds import kv_bounds, q_bounds
+from weft.compiler.analysis.tiles.programs import tile_program, tile_ranges
+from weft.compiler.analysis.tiles.results import TileProgram
 from weft.ir.canonical import canonical
 from weft.ir.expr import Const, Expr, Load, Scalar, Symbol, expression
 from weft.ir.operators import OPERATORS

@@ -28,8 +28,8 @@ from weft.codegen.loader import load
 from weft.codegen.targets import target_named
 from weft.codegen.targets.triton import modules as beside
 from weft.codegen.targets.triton.kernels.tables import DISTANCE_TABLES
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.planning.hardware import by_name
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.planning.machines.hardware import by_name
 from weft.ir.philox import philox
 
 DTYPES = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}

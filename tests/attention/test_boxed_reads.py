@@ -14,8 +14,8 @@ from torch import Tensor
 import weft
 from weft import batch, group, head, kv_head, kv_pos, masks, q_pos, score
 from weft.codegen.launch.descriptors import boxed_bytes
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.planning.hardware import by_name
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.planning.machines.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Choices, Dense, Lengths, Packed
 from weft.runtime.driver import compile_kernels

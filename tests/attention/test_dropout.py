@@ -364,9 +364,9 @@ def below(words, bound):
     kernel = """
 
 @triton.jit
-def run(out, seed, first_position, kv_first, batch, head, of_pairs):
+def run(out, seed, first_position, kv_first, batch, head, keep_of_32768):
     pairs = tl.full([ROWS, BLOCK_KV // 2], 0x30003, tl.int32)
-    pairs = where_packed_kept(pairs, kept_pairs(first_position, kv_first, batch, head, tl.load(seed), of_pairs))
+    pairs = where_packed_kept(pairs, kept_pairs(first_position, kv_first, batch, head, tl.load(seed), keep_of_32768))
     tl.store(out + tl.arange(0, ROWS)[:, None] * (BLOCK_KV // 2) + tl.arange(0, BLOCK_KV // 2)[None, :], pairs)
 """
     module = load(

@@ -12,9 +12,9 @@ from torch import Tensor
 import weft
 from weft import head, kv_pos, masks, q_pos, score
 from weft.codegen.targets import target_named
-from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.planning.form import parse_form
-from weft.compiler.planning.hardware import by_name
+from weft.compiler.planning.machines.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Choices, Dense
 

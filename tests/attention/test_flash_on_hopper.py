@@ -10,8 +10,8 @@ import torch
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.planning.hardware import by_name
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.planning.machines.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Choices, Dense, Lengths, Packed, PackedPaged
 from weft.runtime.driver import compile_kernels

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
-from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.planning.freed import is_freed
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
-from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.tiles.facts import facts_of
 from weft.runtime.call import Call, Choices, Dense
 
 from ..support import check_errors, mostly, poisoned

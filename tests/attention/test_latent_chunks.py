@@ -37,7 +37,7 @@ CHUNKS = {
     ),
 )
 def test_chunks_dense_padded_and_paged(heads, q_len, kv_lens, q_lens, page, parts):
-    check(CAUSAL, heads, q_len, kv_lens, q_lens, page, parts=parts, few=False)
+    check(CAUSAL, heads, q_len, kv_lens, q_lens, page, parts=parts, few_queries=False)
 
 
 PACKED = [
@@ -55,23 +55,23 @@ PACKED = [
     ("heads", "q_lens", "kv_lens", "page", "behind", "at_once"), mostly([PACKED[0], PACKED[1]], PACKED)
 )
 def test_packed_chunks(heads, q_lens, kv_lens, page, behind, at_once):
-    parts = check_packed(CAUSAL, heads, q_lens, kv_lens, page, behind, at_once=at_once, few=False)
+    parts = check_packed(CAUSAL, heads, q_lens, kv_lens, page, behind, at_once=at_once, few_queries=False)
     assert max(parts, default=0) > 1 or max(kv_lens) < 4 * 64  # cut where shares end, which have four tiles or more
 
 
 @pytest.mark.parametrize("name", mostly(["later rows see less", "far and a sink"], list(CHUNKS)))
 def test_masks_and_scores_of_chunks(name):
-    check(CHUNKS[name], 16, 18, [330, 70], page=16, parts=2, few=False)
-    check_packed(CHUNKS[name], 16, [1, 40, 6], [330, 200, 70], behind=1, at_once=7, few=False)
+    check(CHUNKS[name], 16, 18, [330, 70], page=16, parts=2, few_queries=False)
+    check_packed(CHUNKS[name], 16, [1, 40, 6], [330, 200, 70], behind=1, at_once=7, few_queries=False)
 
 
-@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("few_queries", [False, True])
 @pytest.mark.parametrize("name", mostly(["sink"], ["sink", "far and a sink"]))
-def test_rows_behind_all_sequences_have_no_sink_where_shares_cut_them(name, few):
-    if few:
+def test_rows_behind_all_sequences_have_no_sink_where_shares_cut_them(name, few_queries):
+    if few_queries:
         check_packed(VARIANTS[name], 16, [1] * 5, [330, 5, 0, 640, 1025], behind=2, at_once=132)
     else:
-        check_packed(VARIANTS[name], 64, [1, 40, 3], [330, 200, 64], behind=50, at_once=11, few=False)
+        check_packed(VARIANTS[name], 64, [1, 40, 3], [330, 200, 64], behind=50, at_once=11, few_queries=False)
 
 
 START = 3  # tiles of keys take as long as what a tile of rows takes beside its own
@@ -79,7 +79,7 @@ START = 3  # tiles of keys take as long as what a tile of rows takes beside its 
 
 def rounds_of_programs(declared, q_lens, kv_lens, heads, at_once=132, q_offset=0, per_row=False):
     """(sequence, tile of rows, first and last tile of keys) of each program of packed queries."""
-    source = launcher_of(declared, "packed_paged", few=False).device.text
+    source = launcher_of(declared, "packed_paged", few_queries=False).device.text
     kernels = Kernels(source)
     space, number, rows = kernels.space, len(q_lens), sum(q_lens)
     starts, lens = (
@@ -141,7 +141,7 @@ def test_programs_have_as_much_work_whatever_rounds_see(q_lens, kv_lens, heads, 
 
 def test_the_longest_sequences_are_counted_without_overflow():
     """2**23 queries of 128 heads behind 2**30 keys: places of rows have no more room."""
-    space = Kernels(launcher_of(CAUSAL, "packed_paged", few=False).device.text).space
+    space = Kernels(launcher_of(CAUSAL, "packed_paged", few_queries=False).device.text).space
     q_len, kv_len = 1 << 23, 1 << 30
     first, further = space["counts_of_rounds"](0, q_len, q_len, kv_len, kv_len - q_len, 128, 576, 2)
     rounds = torch.tensor([1, 2, q_len - 1, q_len])
@@ -151,14 +151,16 @@ def test_the_longest_sequences_are_counted_without_overflow():
 
 @pytest.mark.parametrize("mask", [True, kv_pos < q_pos - 329, kv_pos >= q_pos])
 def test_no_round_counts_nothing(mask):
-    space = Kernels(launcher_of(variant("latent_counted", mask=mask), "packed_paged", few=False).device.text).space
+    space = Kernels(
+        launcher_of(variant("latent_counted", mask=mask), "packed_paged", few_queries=False).device.text
+    ).space
     for q_len, kv_len in ((1, 0), (300, 300), (300, 5000), (0, 7), (7, 64)):
         first, further = space["counts_of_rounds"](0, q_len, q_len, kv_len, kv_len - q_len, 64, 576, 1)
         assert min(int(first), int(first + further * max(q_len - 1, 0))) > 0
 
 
 def test_parts_of_packed_chunks_take_memory_by_programs():
-    launcher = launcher_of(CAUSAL, "packed_paged", few=False)
+    launcher = launcher_of(CAUSAL, "packed_paged", few_queries=False)
     launcher.device.at_once = 132
 
     def rows(q_len):
@@ -175,7 +177,7 @@ def test_parts_of_packed_chunks_take_memory_by_programs():
 
 @pytest.mark.parametrize("kind", ["dense", "lengths"])
 def test_parts_of_chunks_take_memory_by_programs(kind):
-    launcher = launcher_of(CAUSAL, kind, few=False)
+    launcher = launcher_of(CAUSAL, kind, few_queries=False)
     launcher.device.at_once = 132
     for batches, heads, q_len in ((1, 16, 65), (1, 16, 300), (1, 128, 70), (2, 16, 300), (1, 128, 4000), (9, 64, 20)):
         query, key = (torch.empty(batches, *n, 576, device="meta") for n in ((heads, q_len), (1, 4096)))
@@ -190,4 +192,6 @@ def test_parts_of_chunks_take_memory_by_programs(kind):
 def test_offsets_of_packed_chunks(q_offset):
     declared = variant("latent_offsets", sink=weft.tensor("sinks", 2)[batch, weft.head])
     given = q_offset if isinstance(q_offset, int) else torch.tensor(q_offset, dtype=torch.int32)
-    check_packed(declared, 16, [3, 30, 1], [330, 129, 64], at_once=5, q_offset=given, form=ALL_SWITCHES, few=False)
+    check_packed(
+        declared, 16, [3, 30, 1], [330, 129, 64], at_once=5, q_offset=given, form=ALL_SWITCHES, few_queries=False
+    )

@@ -13,7 +13,7 @@ import torch
 import weft
 from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
 from weft.codegen.targets.hopper import latent_launcher
-from weft.compiler.planning.hardware import by_name
+from weft.compiler.planning.machines.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.compiler.planning.sources import kind_named
 from weft.runtime.call import Call, Choices, Dense, Lengths, PackedPaged, Paged
@@ -48,11 +48,11 @@ VARIANTS = {
 ALL_SWITCHES = "64x64p11+ordered+prefetch"
 
 
-def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=None, few=True, offset=None):
+def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=None, few_queries=True, offset=None):
     rank, rope = declared.latent.rank, declared.latent.rope
     signature = Signature(
         "forward", "sm_90", Dtypes.all({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]),
-        Widths(rank + rope, rank, 0, True), sequences=kind_named(kind), few=few,
+        Widths(rank + rope, rank, 0, True), sequences=kind_named(kind), few_queries=few_queries,
         offset=offset or ("number" if kind == "dense" else "bottom_right"),
     )  # fmt: skip
     schedule = form and f"split_kv/split_forward=hopper:{form}"
@@ -72,12 +72,12 @@ def operands_of(declared, heads, batches, rows):
 
 def run(
     declared, query, key, sequences, form=None, parts=0, operands=None, edit=None, seed=0, at_once=3, head_dim=0,
-    few=True,
+    few_queries=True,
 ):  # fmt: skip
     """out, lse and the number of parts of each sequence."""
     rank, width = declared.latent.rank, query.shape[3]
     offset = offset_kind(sequences.q_offset)
-    launcher = launcher_of(declared, sequences.kind.name, query.dtype, form, seed, edit, few, offset)
+    launcher = launcher_of(declared, sequences.kind.name, query.dtype, form, seed, edit, few_queries, offset)
     launcher.device.at_once = at_once
     call = Call(query, key, None, None, operands or {}, sequences, Choices(), head_dim or width)
     nan = float("nan")
@@ -96,7 +96,7 @@ def run(
     launcher(call, results, workspace, partition)
     joins = workspace["joins"]
     lse = results["lse"].sum(0) if launcher.job.shifts else results["lse"]
-    places = slice(1, -1, 2) if not sequences.kind.is_mixed else slice(3, None, 2) if few else slice(4, None, 4)
+    places = slice(1, -1, 2) if not sequences.kind.is_mixed else slice(3, None, 2) if few_queries else slice(4, None, 4)
     return results["out"], lse, joins[places].tolist()
 
 

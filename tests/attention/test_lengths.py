@@ -339,7 +339,7 @@ def test_new_lengths_build_nothing(kind, target):
 @pytest.mark.parametrize("lens", [[5, 0, 70, 33, 32, 1], [0], [200], [0, 0, 0, 64], list(range(40))], ids=str)
 def test_the_list_of_tiles(lens, most_sorted):
     """Every tile once, rows behind all sequences too, and those that see most first."""
-    from weft.compiler.planning.hardware import this_machine
+    from weft.compiler.planning.machines.hardware import this_machine
     from weft.compiler.planning.signature import Dtypes, Signature, Widths
     from weft.runtime.driver import compile_kernels
 

@@ -10,7 +10,7 @@ import torch
 import weft
 from weft import batch, head, kv_pos, masks, q_len, q_pos, score
 from weft.codegen.targets.triton.modules import measures
-from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.planning.sources import PACKED
 from weft.runtime.call import Call, Choices, Lengths, Packed, Paged
 

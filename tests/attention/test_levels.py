@@ -14,7 +14,7 @@ from weft import batch, head, kv_pos, masks, q_pos, score, scores
 from weft.codegen.launch.adding import sums_by_entry
 from weft.codegen.launch.device import Device
 from weft.codegen.targets.triton.parts import sums as launched_sums
-from weft.compiler.planning.tables import DIAGONAL_PARTS
+from weft.compiler.planning.gradient_sums import DIAGONAL_PARTS
 from weft.runtime import variant
 
 from ..support import check_variant, mostly, poisoned
@@ -153,14 +153,14 @@ def test_each_pair_is_summed_once_and_where_it_should_be(monkeypatch: pytest.Mon
     assert parts[0].any(-1).any(-1).all()  # of seven tiles each part has one or two
     own = parts.sum(1)
     bucket = torch.tensor([int(weft_bucket(d)) for d in range(rows)])
-    assert bucket[-1] == 7 and (far_from := int((bucket != 7).sum())) < 32
-    # diagonals of tiles from the second on see no distance below far_from, and those above the first see nothing
+    assert bucket[-1] == 7 and (distant_from := int((bucket != 7).sum())) < 32
+    # diagonals of tiles from the second on see no distance below distant_from, and those above the first see nothing
     assert own[0].abs().sum() > 0 and own[1].abs().sum() > 0 and not own[2:].any()
     # at the one end are distances from the last bucket on; at the other, of those up to 0, one is seen
     assert levels[1:, 0].all() and levels[:, 1].all()
     assert (entries[of_diagonals:].view(tiles, 2) == torch.tensor([7, 0])).all()
-    assert not own[0, 0, 0] and own[0, 1, -(far_from - 1) :].all()
-    assert far_from > 0
+    assert not own[0, 0, 0] and own[0, 1, -(distant_from - 1) :].all()
+    assert distant_from > 0
 
 
 @pytest.mark.parametrize("mask", ["causal", "none"])

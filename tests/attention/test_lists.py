@@ -10,9 +10,9 @@ from torch import Tensor
 import weft
 from weft import batch, head, kv_pos, masks, q_pos
 from weft.codegen.targets.triton.parts import measures
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.measured import LIST_HEAD, Measurement, Table
-from weft.compiler.analysis.survey import CELL
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.measured import LIST_HEAD, Measurement, Table
+from weft.compiler.analysis.tiles.survey import CELL
 
 from ..analysis.test_spans import measured
 

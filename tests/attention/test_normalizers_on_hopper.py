@@ -14,8 +14,8 @@ from weft import head, kv_len, kv_pos, masks, q_len, q_pos, score
 from weft.codegen import normalizers as texts
 from weft.codegen.normalizers import Blocks, Terms
 from weft.codegen.targets import target_named
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.planning.hardware import by_name
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.planning.machines.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.ir import normalizer as records
 from weft.ir.normalizer import Normalizer

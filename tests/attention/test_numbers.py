@@ -324,7 +324,7 @@ def test_the_log_sum_exp_of_such_rows_has_a_gradient(target: str) -> None:
 
 
 def test_which_scores_may_lie_far_from_0() -> None:
-    from weft.compiler.analysis.facts import facts_of
+    from weft.compiler.analysis.tiles.facts import facts_of
 
     near = [
         score, 2.0 * score, score * w[head], 50.0 * weft.tanh(score / 50.0), weft.where(CAUSAL, score, -INF),

@@ -13,8 +13,8 @@ from torch import Tensor
 import weft
 from weft import head, kv_pos, masks, q_pos
 from weft.codegen.targets.triton.parts.measures import Measures
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.measured import Measurement, Table, visited
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.measured import Measurement, Table, visited
 from weft.runtime.call import Call, Choices, Dense, Lengths, Packed
 
 from ..support import check_errors, long_from, mostly

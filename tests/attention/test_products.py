@@ -107,7 +107,7 @@ def test_products_and_sums_of_them(engine, shape, dtype):
     add(total, x, w)
     torch.testing.assert_close(total.double(), wanted, **close)
     assert bool(engine.calls) == (
-        engine.name == "oneDNN" and count == 1 and m > products.FEW and dtype == torch.float32
+        engine.name == "oneDNN" and count == 1 and m > products.FEW_ROWS and dtype == torch.float32
     )
 
 

@@ -7,7 +7,7 @@ import torch
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
-from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.tiles.facts import facts_of
 
 from ..support import check_variant, mostly, poisoned
 

@@ -19,7 +19,8 @@ import weft
 from weft import batch, head, kv_len, kv_pos, masks, q_pos, score, scores
 from weft.codegen import loader
 from weft.codegen.targets import target_named
-from weft.compiler.planning import hardware, sources
+from weft.compiler.planning import sources
+from weft.compiler.planning.machines import hardware
 from weft.compiler.planning.signature import Described, Widths, signature_of
 from weft.compiler.planning.sources import KeySource, Pointer, RowSource, SequenceKind
 from weft.ir.errors import UnavailableError, WeftError

@@ -10,7 +10,7 @@ from weft import batch, group, head, kv_head, kv_len, kv_pos, masks, q_len, q_po
 from weft.codegen.targets.triton.forms import Tiling
 from weft.codegen.targets.triton.target import KERNELS
 from weft.compiler.planning.cost import parts_of, sizes_of
-from weft.compiler.planning.hardware import by_name
+from weft.compiler.planning.machines.hardware import by_name
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.segments import segments_of
 from weft.compiler.planning.signature import Widths

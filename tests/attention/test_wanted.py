@@ -9,8 +9,8 @@ from torch import Tensor
 import weft
 from weft import head, kv_pos, q_pos, score
 from weft.codegen.generate import generate
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.planning.hardware import for_device
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.planning.machines.hardware import for_device
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.driver import resolve
 

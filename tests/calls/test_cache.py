@@ -18,7 +18,7 @@ import pytest
 from filelock import FileLock
 
 import weft.runtime.cache as cache
-from weft.compiler.planning.hardware import H200
+from weft.compiler.planning.machines.hardware import H200
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.ir.attention import Attention
 from weft.ir.errors import WeftError

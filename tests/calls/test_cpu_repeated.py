@@ -13,7 +13,7 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
-from weft.codegen import at_once, places, products
+from weft.codegen import at_once, kept_positions, products
 from weft.runtime import torch_private
 from weft.runtime.variant import variant_of
 
@@ -134,10 +134,10 @@ def test_nothing_of_a_call_is_kept() -> None:
 
 # -- what follows from positions ---------------------------------------------------------------------------------------
 def test_positions_are_kept_where_they_are_short() -> None:
-    few, many = (3, 8, 8, 2, 4, 0, 2), (3, 8, places.MOST_KEPT, 2, 4, 0, 2)
-    assert places.positions(*few)[0] is places.positions(*few)[0]
-    assert places.positions(*many)[0] is not places.positions(*many)[0]
-    q_pos, kv_pos, rows, heads, kv_heads = places.positions(*few)
+    few, many = (3, 8, 8, 2, 4, 0, 2), (3, 8, kept_positions.MOST_KEPT, 2, 4, 0, 2)
+    assert kept_positions.positions(*few)[0] is kept_positions.positions(*few)[0]
+    assert kept_positions.positions(*many)[0] is not kept_positions.positions(*many)[0]
+    q_pos, kv_pos, rows, heads, kv_heads = kept_positions.positions(*few)
     assert q_pos.tolist() == [[n] for n in range(3, 11)] and kv_pos.tolist() == list(range(8))
     assert rows.flatten().tolist() == [0, 1] and heads.flatten().tolist() == [0, 1, 2, 3]
     assert kv_heads.flatten().tolist() == [0, 0, 1, 1]
@@ -151,19 +151,19 @@ def test_what_inference_mode_made_serves_a_backward() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("pairs", [5, places.FEW + 1])
+@pytest.mark.parametrize("pairs", [5, kept_positions.SMALL_TILE + 1])
 def test_hidden_pairs_are_minus_inf(dtype: torch.dtype, pairs: int) -> None:
     seen = torch.rand(1, pairs) < 0.5
-    assert torch.equal(places.as_added(seen, dtype), torch.where(seen, 0.0, -torch.inf).to(dtype))
-    assert places.as_added(True, dtype).item() == 0.0
+    assert torch.equal(kept_positions.as_added(seen, dtype), torch.where(seen, 0.0, -torch.inf).to(dtype))
+    assert kept_positions.as_added(True, dtype).item() == 0.0
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_block_is_a_view_where_indices_count_up(known: bool) -> None:
     tensor = torch.arange(2 * 6 * 9).view(2, 6, 9)
-    q_pos, kv_pos, rows, *_ = places.positions(1, 4, 9, 1, 1, 0, 2)
+    q_pos, kv_pos, rows, *_ = kept_positions.positions(1, 4, 9, 1, 1, 0, 2)
     if not known:
         q_pos, kv_pos, rows = q_pos.clone(), kv_pos.clone(), rows.clone()
-    block = places.read(tensor, rows, q_pos, kv_pos)
+    block = kept_positions.read(tensor, rows, q_pos, kv_pos)
     assert block.data_ptr() == tensor[:, 1].data_ptr() and torch.equal(block, tensor[rows, q_pos, kv_pos])
-    assert places.block_of(tensor, (rows, q_pos + 3, kv_pos)) is None  # one row is outside
+    assert kept_positions.block_of(tensor, (rows, q_pos + 3, kv_pos)) is None  # one row is outside

@@ -228,4 +228,4 @@ def test_a_plan_knows_that_places_in_an_operand_lie_far_apart() -> None:
     wide = torch.empty(1, requires_grad=True).expand(2, 2, 32768, 32768)
     tensors = [torch.empty(2, 2, 32768, 16) for _ in range(3)]
     _agree(variant, tensors, {"bias": wide})
-    assert _of_call(variant, tensors, {"bias": wide})[0].wide
+    assert _of_call(variant, tensors, {"bias": wide})[0].offsets_64

@@ -8,7 +8,7 @@ import torch
 from weft.codegen.launch.division import Division
 from weft.codegen.launch.launcher import KernelLauncher
 from weft.codegen.launch.shared import SharedLauncher
-from weft.compiler.planning.signature import MOST_SHARED, MOST_SHORT, has_few, share_of
+from weft.compiler.planning.signature import MOST_SHARED, MOST_SHORT, has_few_queries, serves_of
 from weft.compiler.planning.sources import PACKED, PACKED_PAGED
 from weft.compiler.planning.splits import Parts
 from weft.runtime.driver import builds
@@ -156,20 +156,20 @@ def test_what_has_no_divided_keys_is_flash_for_all():
 
 @pytest.mark.parametrize("number", [1, 2, 8, 300, MOST_SHARED, MOST_SHARED + 1])
 def test_shares(number):
-    few, most = number + MOST_SHORT - 1, MOST_SHORT * number
-    assert has_few("forward", PACKED_PAGED, few, number)
-    assert share_of("forward", PACKED_PAGED, few, number) == "all"
+    few_queries, most = number + MOST_SHORT - 1, MOST_SHORT * number
+    assert has_few_queries("forward", PACKED_PAGED, few_queries, number)
+    assert serves_of("forward", PACKED_PAGED, few_queries, number) == "all"
     long = "long" if 1 < number <= MOST_SHARED else "all"
-    assert share_of("forward", PACKED_PAGED, most + number, number) == long
-    assert not has_few("forward", PACKED_PAGED, most + number, number)
-    assert share_of("forward", PACKED, most + number, number) == "all"
+    assert serves_of("forward", PACKED_PAGED, most + number, number) == long
+    assert not has_few_queries("forward", PACKED_PAGED, most + number, number)
+    assert serves_of("forward", PACKED, most + number, number) == "all"
 
 
 def test_a_plan_has_both():
     sizes, given = planned((1,) * 7 + (512,))
     plan = CAUSAL.plan(sizes, device="h200", **given)
     assert [k.name for k in plan.kernels] == ["query_work", "flash_forward", "split_forward", "join_parts"]
-    assert [code.signature.share for code in plan.codes] == ["long", "short"]
+    assert [code.signature.serves for code in plan.codes] == ["long", "short"]
     assert [code.target for code in plan.codes] == ["hopper", "triton"] and plan.schedule.algorithm == "flash"
     said = " ".join(CAUSAL.explain(sizes, device="h200", **given).split())
     assert f"sequences with up to {MOST_SHORT} queries are computed by split_kv/split_forward=triton:" in said

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from weft.codegen.functions import _USUAL_SCALE, LOG2_E
-from weft.compiler.analysis.symbolic import simplify
+from weft.compiler.analysis.values.symbolic import simplify
 from weft.ir.expr import Const, call
 
 PROGRAM = """

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 from weft.codegen.launch import launching
 from weft.codegen.launch.device import Device
-from weft.compiler.planning import hardware
+from weft.compiler.planning.machines import hardware
 from weft.runtime import torch_private
 
 Compiled = Callable[[Any, Sequence[Any]], Any]  # (binding, arguments with tensors) -> a kernel that can be launched

@@ -26,8 +26,8 @@ from importlib import import_module
 from typing import Any
 
 from weft.codegen import generate
-from weft.compiler.analysis import tiles
-from weft.compiler.analysis.affine import plus
+from weft.compiler.analysis.tiles import programs
+from weft.compiler.analysis.values.affine import plus
 from weft.ir.operators import OPERATORS
 
 from .calls import ON_A_GPU
@@ -175,7 +175,7 @@ def _whosever(rows_of: Any) -> Any:
 
 def _downward(upward: Any) -> Any:
     """Tiles are rounded down at both ends."""
-    return tiles._downward
+    return programs._downward
 
 
 def _numbers(behind_rows: Any) -> Any:
@@ -203,7 +203,7 @@ def _pages_of_the_first(runs_of: Any) -> Any:
     return wrong
 
 
-_TILES, _SYMBOLIC = "compiler.analysis.tiles", "compiler.analysis.symbolic"
+_TILES, _SYMBOLIC = "compiler.analysis.tiles.programs", "compiler.analysis.values.symbolic"
 _TRUNCATED = "torch.div(torch.as_tensor({0}), torch.as_tensor({1}), rounding_mode='trunc')"
 _ON_CPU: dict[str, Defect] = {
     "tile_bound_rounded_down": Instead(_TILES, "_upward", _downward),
@@ -213,7 +213,7 @@ _ON_CPU: dict[str, Defect] = {
     "lse_in_base_2": InText(r"(mantissa\.log2\(\)\)) \* LN_2", r"\1"),
     "dlse_added": InText(r"minus_delta \+ dlse", "minus_delta - dlse"),
     "delta_forgotten": InText(r"product\(values, douts, minus_delta\)", "product(values, douts)"),
-    "shared_names_collide": Instead("compiler.analysis.cse", "_fresh_names", _names_twice),
+    "shared_names_collide": Instead("compiler.analysis.values.cse", "_fresh_names", _names_twice),
     "le_printed_as_lt": OfOperator("le", (("tile", "({0} < {1})"), ("number", "({0} < {1})"))),
     "offset_of_the_first_row": InText(r"q_offset\.tolist\(\)", "[int(q_offset[0])] * len(q_offset)"),
     "slopes_of_where_swapped": Instead(_SYMBOLIC, "_Where._eval_derivative", _swapped_slopes),
@@ -248,7 +248,7 @@ _ON_CPU: dict[str, Defect] = {
 _IN_THE_INTERPRETER: dict[str, Defect] = {
     "stride_of_another_dimension": InText(r"\* s1_(\w+)", r"* s0_\1"),
     "last_partial_tile_unmasked": InText(r"kv_rows\[None, :\] < kv_len", "kv_rows[None, :] <= kv_len"),
-    "sign_of_scale_trusted": Instead("compiler.analysis.facts", "Facts.scale_sign_unknown", _never),
+    "sign_of_scale_trusted": Instead("compiler.analysis.tiles.facts", "Facts.scale_sign_unknown", _never),
     "offsets_not_by_batch": InText(r"tl\.load\(q_offset_ptr \+ batch\)", "tl.load(q_offset_ptr)"),
     "rows_behind_a_length_kept": InText(r"tl\.where\(\(q_rows < q_len\)\[:, None\], (.*), 0\.0\)", r"\1"),
     "first_sequence_bottom_right": InText(r"q_offset = kv_len - q_len", "q_offset = 0"),
@@ -277,7 +277,7 @@ _ON_A_GPU: dict[str, Defect] = {
     "mixed_alignment_ignored": Instead("codegen.launch.launcher", "alignment", _always_aligned),
 }
 _ON_HOPPER: dict[str, Defect] = {
-    "scores_defined_everywhere": Instead("compiler.analysis.facts", "Facts.behind_rows", _numbers),
+    "scores_defined_everywhere": Instead("compiler.analysis.tiles.facts", "Facts.behind_rows", _numbers),
 }
 _BY_TARGET = {"cpu": _ON_CPU, "interpret": _IN_THE_INTERPRETER, "triton": _ON_A_GPU, "hopper": _ON_HOPPER}
 MUTANTS = tuple(

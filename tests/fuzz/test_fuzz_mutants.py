@@ -19,7 +19,7 @@ import weft
 from tests.fuzz.mutants import MUTANTS, Instead, InText, Mutant
 from weft import head, kv_pos, masks, q_pos, score
 from weft.codegen import generate
-from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.tiles.facts import facts_of
 from weft.ir.operators import OPERATORS
 from weft.runtime import driver
 

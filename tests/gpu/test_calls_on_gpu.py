@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import weft
 from weft import head, kv_pos, masks, q_pos, score
 from weft.codegen.launch import launching
-from weft.compiler.planning import hardware
+from weft.compiler.planning.machines import hardware
 from weft.runtime.variant import forget
 
 from ..support import check_variant, mostly

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import weft
 from weft import head, kv_pos, masks, q_pos
-from weft.compiler.analysis.measured import LONG_AXIS
+from weft.compiler.analysis.tiles.measured import LONG_AXIS
 
 from ..support import check_errors
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import weft
 from weft import buckets, kv_pos, q_pos, score
-from weft.compiler.analysis.ranges import check_integers
+from weft.compiler.analysis.values.ranges import check_integers
 from weft.ir.reference import evaluate
 
 

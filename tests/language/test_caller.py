@@ -12,7 +12,7 @@ import torch
 
 import weft
 from weft.codegen.launch import launching
-from weft.compiler.planning.rates import Machine
+from weft.compiler.planning.machines.rates import Machine
 from weft.integrations import rules
 from weft.ir.caller import for_threads, source_line, warn
 from weft.runtime import cache, calibrated

@@ -20,11 +20,11 @@ import weft
 from weft import head, kv_pos, q_pos, score
 from weft.codegen.dialects import GLUON, TORCH, TRITON, Printer
 from weft.codegen.functions import _IEEE, GLUON_LANGUAGE, TRITON_LANGUAGE, FunctionPrinter, Language
-from weft.compiler.analysis.facts import Facts
-from weft.compiler.analysis.ranges import range_of
-from weft.compiler.analysis.symbolic import _check as check_symbolic
-from weft.compiler.analysis.symbolic import derivative, simplify
-from weft.compiler.analysis.tiles import _function, _values
+from weft.compiler.analysis.tiles.facts import Facts
+from weft.compiler.analysis.tiles.programs import _function, _values
+from weft.compiler.analysis.values.ranges import range_of
+from weft.compiler.analysis.values.symbolic import _check as check_symbolic
+from weft.compiler.analysis.values.symbolic import derivative, simplify
 from weft.ir import functions
 from weft.ir.canonical import canonical
 from weft.ir.errors import InternalError

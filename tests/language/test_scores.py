@@ -11,7 +11,7 @@ import pytest
 
 import weft
 from weft import scores
-from weft.compiler.analysis.ranges import check_integers
+from weft.compiler.analysis.values.ranges import check_integers
 from weft.ir.expr import Expr
 
 from ..analysis.tiling import evaluate

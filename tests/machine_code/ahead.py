@@ -25,13 +25,13 @@ from triton import knobs
 import weft
 from weft.codegen.ahead import Compilation, compilations
 from weft.codegen.targets.gluon.program import Program
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.records import Traits
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.results import Traits
 from weft.compiler.planning.cost import sizes_of
-from weft.compiler.planning.hardware import Hardware, by_name
+from weft.compiler.planning.machines.hardware import Hardware, by_name
 from weft.compiler.planning.plan import CodePlan, KernelPlan
 from weft.compiler.planning.records import Shape
-from weft.compiler.planning.signature import Share, has_few
+from weft.compiler.planning.signature import Serves, has_few_queries
 from weft.compiler.planning.sources import kind_named
 from weft.ir.attention import Attention
 from weft.runtime.call import Call, Choices, Dense, Lengths, Operand, Packed, PackedPaged, Paged, Pages
@@ -151,14 +151,14 @@ def compiled(
     variant: weft.Attention, direction: Direction, head_dim: int, dtype: str = "bf16", *, device: str = "h200",
     target: str = "triton", schedule: str | None = None, value_dim: int | None = None,
     wanted: frozenset[str] | None = None, deterministic: bool | None = None, q_offset: int | Tensor = 0,
-    sequences: str = "dense", page: int = 16, q_len: int = 256, heads: int = 2, share: Share = "all",
+    sequences: str = "dense", page: int = 16, q_len: int = 256, heads: int = 2, serves: Serves = "all",
     floats: torch.dtype = torch.float32,
 ) -> Module:  # fmt: skip
     """Generate one direction of a variant and compile every kernel that a call launches.
 
     wanted: the gradients; all of them where None. deterministic: of a backward, as of a call.
     sequences: of the call; others than "dense" ones are bottom right, and those in pages have pages of `page` rows.
-    share: which sequences the module computes. floats: dtype of float operands.
+    serves: which sequences the module computes. floats: dtype of float operands.
     """
     widths = {"head_dim": head_dim, "value_dim": value_dim or head_dim}
     sizes = weft.shape(heads=heads, kv_heads=2, q_len=q_len, dtype=dtype, **widths)
@@ -171,8 +171,10 @@ def compiled(
     if isinstance(q_offset, Tensor):
         signature = replace(signature, offset="per_row")
     if sequences != "dense":
-        few = has_few(direction, kind_named(sequences), q_len)
-        signature = replace(signature, sequences=kind_named(sequences), offset="bottom_right", few=few, share=share)
+        few_queries = has_few_queries(direction, kind_named(sequences), q_len)
+        signature = replace(
+            signature, sequences=kind_named(sequences), offset="bottom_right", few_queries=few_queries, serves=serves
+        )
     planned = wanted is None and floats == torch.float32
     signature = replace(signature, doubles=floats == torch.float64)
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
@@ -248,7 +250,7 @@ def _operands(variant: Attention, sizes: Shape, floats: torch.dtype) -> dict[str
 
 # -- compilation -> machine code -------------------------------------------------------------------------------------
 def compile_ahead(seen: Compilation, machine: Hardware) -> Kernel:
-    """Compile one kernel for a machine of compiler/planning/hardware.py, here and now.
+    """Compile one kernel for a machine of compiler/planning/machines/hardware.py, here and now.
 
     Triton's cache is passed by, because what ptxas says is not in it.
     """

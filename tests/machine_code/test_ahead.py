@@ -14,7 +14,7 @@ import triton
 import weft
 from weft import head, kv_pos, q_pos, score
 from weft.codegen.targets.triton.kernels.measures import LONG_SPANS, RUNS
-from weft.compiler.planning.hardware import by_name
+from weft.compiler.planning.machines.hardware import by_name
 from weft.compiler.planning.splits import JOINED_PARTS
 from weft.runtime.build import build_one, jobs_of
 

@@ -10,7 +10,7 @@ import pytest
 import weft
 from weft import masks, scores
 from weft.codegen.generate import generate
-from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.tiles.facts import facts_of
 
 pytest.importorskip("triton")
 

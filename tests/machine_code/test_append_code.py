@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 from weft.codegen.ahead import Compilation
-from weft.codegen.launch.appending import _STRIDES, _WIDE, KERNEL, binding_of
+from weft.codegen.launch.appending import _INT64, _STRIDES, KERNEL, binding_of
 from weft.codegen.launch.launching import parameters_of
 from weft.codegen.loader import without_holes
-from weft.compiler.planning.hardware import by_name
+from weft.compiler.planning.machines.hardware import by_name
 from weft.compiler.planning.signature import starts_early
 
 from .ahead import compile_ahead
@@ -25,7 +25,7 @@ def test_rows_move_many_bytes_at_a_time(device, width, value_width):
     machine = by_name(device)
     early = starts_early(machine.arch)
     binding = binding_of(parameters, (torch.bfloat16, width, value_width, True), early)
-    sizes = dict(zip(("n_rows", "length", "heads", "page"), [1] * 4)) | dict.fromkeys(_STRIDES, _WIDE)
+    sizes = dict(zip(("n_rows", "length", "heads", "page"), [1] * 4)) | dict.fromkeys(_STRIDES, _INT64)
     tensors = dict.fromkeys(("key", "value", "keys", "values"), torch.bfloat16) | {"slots": torch.int32}
     made = compile_ahead(Compilation(kernel, tensors | sizes | dict(binding.constants), {"num_warps": 4}), machine)
     assert made.spilled == 0

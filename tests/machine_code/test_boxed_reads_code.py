@@ -10,7 +10,7 @@ import torch
 
 import weft
 from weft import batch, head, kv_pos, q_pos, score
-from weft.compiler.planning.hardware import H200
+from weft.compiler.planning.machines.hardware import H200
 from weft.compiler.planning.records import Shape
 from weft.runtime.call import Operand
 

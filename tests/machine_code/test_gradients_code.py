@@ -8,7 +8,7 @@ import pytest
 
 import weft
 from weft import head, kv_pos, q_pos, score, scores
-from weft.compiler.planning.hardware import H200
+from weft.compiler.planning.machines.hardware import H200
 
 from ..support import mostly
 

@@ -21,9 +21,9 @@ from weft.codegen.functions import GLUON_LANGUAGE, FunctionPrinter
 from weft.codegen.launch.descriptors import RaggedBox
 from weft.codegen.loader import TEMPLATES
 from weft.codegen.targets.hopper.target import HopperTarget
-from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.planning.form import parse_form
-from weft.compiler.planning.hardware import H200
+from weft.compiler.planning.machines.hardware import H200
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.compiler.planning.sources import DENSE, PACKED_PAGED, kind_named
 from weft.runtime.driver import resolve

@@ -10,8 +10,8 @@ import torch
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
 from weft.codegen.ahead import compilations
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.planning.hardware import by_name
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.planning.machines.hardware import by_name
 from weft.compiler.planning.signature import FEW_QUERIES, Dtypes, Signature, Widths
 from weft.compiler.planning.sources import kind_named
 from weft.runtime.call import Call, Choices, Dense, Lengths, PackedPaged, Paged
@@ -36,7 +36,7 @@ RANK_384 = CAUSAL.replace(latent=weft.Latent(384, 32), name="latent_384")
 ALL_SWITCHES = "64x64p11+ordered+prefetch"
 
 
-def compiled(variant, kind, heads, q_len, page, form, few=True):
+def compiled(variant, kind, heads, q_len, page, form, few_queries=True):
     """The kernels of a call, compiled."""
     machine, rank = by_name("h200"), variant.latent.rank
     width = rank + variant.latent.rope
@@ -48,7 +48,7 @@ def compiled(variant, kind, heads, q_len, page, form, few=True):
         Widths(width, rank, 0, True),
         sequences=kind_named(kind),
         offset=offset,
-        few=few,
+        few_queries=few_queries,
     )
     query, out = (torch.empty(2, heads, q_len, n, dtype=torch.bfloat16) for n in (width, rank))
     if kind == "packed_paged":
@@ -96,7 +96,7 @@ CHUNKS = [
     ("variant", "kind", "heads", "q_len", "page", "form"), mostly([CASES[3], CHUNKS[1]], [*CASES, *CHUNKS])
 )
 def test_latent_tiles_fit_and_overlap(variant, kind, heads, q_len, page, form):
-    kernels = compiled(variant, kind, heads, q_len, page, form, few=q_len <= FEW_QUERIES)
+    kernels = compiled(variant, kind, heads, q_len, page, form, few_queries=q_len <= FEW_QUERIES)
     assert kernels.keys() == {"split_forward", "join_parts"}
     split = kernels["split_forward"]
     assert split.sram <= by_name("h200").sram_per_block and not split.serialised

@@ -149,7 +149,7 @@ COUNTED = ("wgmma.mma_async", "mma.sync", "cp.async.c")
 def test_long_sequences_have_the_loops_of_all(target):
     """Which sequences are whose is settled before the loops, on either target."""
     how = {"sequences": "packed_paged", "heads": 8, "q_len": 256, "target": target}
-    whole, made = (compiled(CAUSAL, "forward", 128, **how, share=s).kernels for s in ("all", "long"))
+    whole, made = (compiled(CAUSAL, "forward", 128, **how, serves=s).kernels for s in ("all", "long"))
     assert made.keys() == whole.keys()
     for name in made.keys() - LISTS:
         own, kernel = made[name], whole[name]
@@ -161,8 +161,8 @@ def test_short_sequences_have_the_loops_of_many_rows():
     """Tiles of a call of many rows, whose SRAM they have, and nothing spilled."""
     how = {"sequences": "packed_paged", "heads": 8, "schedule": "split_kv/split_forward=triton:64x64w4s3"}
     whole, made = (
-        compiled(CAUSAL, "forward", 128, **how, q_len=16, share=share).kernels["split_forward"]
-        for share in ("all", "short")
+        compiled(CAUSAL, "forward", 128, **how, q_len=16, serves=serves).kernels["split_forward"]
+        for serves in ("all", "short")
     )
     assert made.sram == whole.sram and not made.spilled and not made.serialised
     assert all(made.count(pattern) == whole.count(pattern) for pattern in COUNTED)

@@ -10,7 +10,7 @@ from weft.codegen.ahead import Compilation
 from weft.codegen.launch.launching import parameters_of
 from weft.codegen.launch.summing import KERNEL, OPTIONS, binding_of, types_of
 from weft.codegen.loader import without_holes
-from weft.compiler.planning.hardware import by_name
+from weft.compiler.planning.machines.hardware import by_name
 
 from .ahead import compile_ahead
 

@@ -6,7 +6,7 @@ import pytest
 
 import weft
 from weft import masks, score
-from weft.compiler.planning.hardware import H200
+from weft.compiler.planning.machines.hardware import H200
 
 from ..support import mostly
 

@@ -15,8 +15,8 @@ from weft.codegen import generate as generator
 from weft.codegen.stages import StageComments, wrapped
 from weft.codegen.targets.triton.kernels.measures import RUNS
 from weft.codegen.targets.triton.modules import measures
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.planning.hardware import H200
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.planning.machines.hardware import H200
 from weft.compiler.planning.records import Stage
 from weft.compiler.planning.signature import Direction
 from weft.ir.errors import InternalError
@@ -80,7 +80,7 @@ def test_a_backward_that_wants_little_says_little(name: str) -> None:
 
 
 def test_the_kernels_that_measure_tiles_do_too() -> None:
-    said = comments(measures(facts_of(VARIANTS["documents"]), wide=False))
+    said = comments(measures(facts_of(VARIANTS["documents"]), offsets_64=False))
     kernels = VARIANTS["documents"].plan(SIZES, device="h200", target="triton").code("backward").kernels
     spans = [k for k in kernels if k.name in RUNS]
     assert {k.name for k in spans} == {*RUNS}

@@ -20,9 +20,9 @@ from weft.codegen.targets import target_named
 from weft.codegen.targets.cpu import choice
 from weft.codegen.targets.cpu import kernels as cpu_kernels
 from weft.codegen.targets.cpu.forms import CpuForm
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.planning import hardware
-from weft.compiler.planning.hardware import (
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.planning.machines import hardware
+from weft.compiler.planning.machines.hardware import (
     CPU,
     H200,
     Hardware,
@@ -32,7 +32,7 @@ from weft.compiler.planning.hardware import (
     machine_of,
     on_threads,
 )
-from weft.compiler.planning.rates import (
+from weft.compiler.planning.machines.rates import (
     KIB,
     MIB,
     Calibration,

@@ -11,14 +11,14 @@ import sympy
 import weft
 from tests.planned import both, planned
 from weft.codegen.targets.cpu import kernels as cpu_kernels
-from weft.codegen.targets.cpu.cost import beside_products, causal_share
+from weft.codegen.targets.cpu.cost import beside_products, causal_fraction
 from weft.codegen.targets.hopper.forms import HopperForm
 from weft.codegen.targets.hopper.kernels.forward import FLASH_FORWARD as HOPPER_FORWARD
 from weft.codegen.targets.triton.forms import Tiling
 from weft.codegen.targets.triton.kernels.measures import Visitor, ends_kernel, long_spans_kernel, spans_kernel
 from weft.codegen.targets.triton.target import KERNELS
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.records import Measuring, TileCounts, Traits
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.results import Measuring, TileCounts, Traits
 from weft.compiler.planning.cost import (
     HEADS_TOGETHER,
     CountTiles,
@@ -30,8 +30,8 @@ from weft.compiler.planning.cost import (
 )
 from weft.compiler.planning.form import Form
 from weft.compiler.planning.formulas import formula_text
-from weft.compiler.planning.hardware import A100, B200, CPU, H200, MI300X, Hardware
 from weft.compiler.planning.kernel import Kernel
+from weft.compiler.planning.machines.hardware import A100, B200, CPU, H200, MI300X, Hardware
 from weft.compiler.planning.quantities import Sizes, row_bytes
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.segments import for_heads, for_latent
@@ -69,8 +69,8 @@ def costs_of(
 
 def letters(**changes: float) -> Sizes:
     """One head, square, one byte an element, no L2."""
-    base = dict(B=1, Hq=1, Hkv=1, L=1, T=1, D=1, Dv=1, C=1, Cv=1, Du=1, Cu=1, e=1, bq=1, bkv=1, s=1, h=1, p=0)
-    return Sizes(**{**base, "n": 1, "nq": 1, "nkv": 1, "k": 1, "j": 1, "w": 0, **changes})
+    base = dict.fromkeys("B Hq Hkv L T D Dv C Cv Du Cu e bq bkv s n nq nkv k owned_in_sram".split(), 1)
+    return Sizes(**{**base, "score_bytes": 0, "neighbours_miss": 1, "nonlinear": 0, **changes})
 
 
 def square_product(n: int, block: int) -> float:
@@ -268,7 +268,7 @@ def test_the_model_and_the_launches_agree_on_what_runs_together() -> None:
 @pytest.mark.parametrize("kernel", PRINTED.values(), ids=list(PRINTED))
 def test_the_printed_formula_has_the_value_of_the_number(kernel: Kernel) -> None:
     sizes = sizes_of(kernel, Tiling(64, 128, 4, 2), Shape(3, 8, 2, 250, 521, 80, 64), H200, for_heads(80, 64), 333)
-    sizes = sizes._replace(k=0.25, j=1, w=1)
+    sizes = sizes._replace(k=0.25, neighbours_miss=1, nonlinear=1)
     values = {sympy.Symbol(name, positive=True): value for name, value in sizes._asdict().items()}
     for formula in (kernel.sram, kernel.read, kernel.written, kernel.flops, kernel.exps, kernel.programs):
         names = {str(symbol): symbol for symbol in values}
@@ -351,4 +351,4 @@ def test_what_a_short_call_on_a_cpu_takes_beside_its_products() -> None:
     rows = beside_products("whole", "forward", 512.0, 0.0, CPU) - none
     assert beside_products("whole", "forward", 1024.0, 0.0, CPU) == pytest.approx(none + 2 * rows)
     assert beside_products("mask", "forward", 512.0, 4096.0, CPU) > beside_products("mask", "forward", 512.0, 0.0, CPU)
-    assert [causal_share(keys) for keys in (64, 512, 513, 2048)] == [1.0, 1.0, 0.75, 0.625]
+    assert [causal_fraction(keys) for keys in (64, 512, 513, 2048)] == [1.0, 1.0, 0.75, 0.625]

@@ -10,13 +10,13 @@ import torch
 import weft
 from weft import exp, kv_pos, masks, q_pos, score, tanh
 from weft.codegen import products
-from weft.codegen.targets.cpu.cost import beside_products, causal_share, is_short
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.records import TorchWork
-from weft.compiler.planning import hardware
-from weft.compiler.planning.hardware import CPU, cpu_with, on_threads
+from weft.codegen.targets.cpu.cost import beside_products, causal_fraction, is_short
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.results import TorchWork
+from weft.compiler.planning.machines import hardware
+from weft.compiler.planning.machines.hardware import CPU, cpu_with, on_threads
+from weft.compiler.planning.machines.rates import OPERATIONS, CpuRates, ProductRate, guessed_rates
 from weft.compiler.planning.plan import KernelPlan, Plan
-from weft.compiler.planning.rates import OPERATIONS, CpuRates, ProductRate, guessed_rates
 
 SIZES = weft.shape(heads=4, q_len=2048, head_dim=64, dtype="fp32")
 SCORES = {
@@ -209,7 +209,7 @@ def test_a_call_that_torchs_own_kernel_computes_takes_what_that_takes(machine, m
     machine(replace(rates_with(), attention=(("fp32", 400e9),), attention_backward=(("fp32", 200e9),)), cores=1)
     variant = weft.Attention(mask=masks.causal, name="whole")
     made = variant.plan(SIZES, device="cpu")
-    pairs = 4 * 2048 * 2048 * causal_share(2048)  # whole blocks of keys
+    pairs = 4 * 2048 * 2048 * causal_fraction(2048)  # whole blocks of keys
     for direction, flops, rate in (("forward", 4, 400e9), ("backward", 10, 200e9)):
         kernel = kernel_of(made, direction)
         assert kernel.computed_whole and kernel.bound == "torch" and kernel.times.share == 1.0

@@ -15,11 +15,11 @@ import torch
 import weft
 from tests.planned import planned
 from weft import batch, drawing, head, kv_pos, masks, q_pos
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.records import TileCounts
-from weft.compiler.analysis.tiles import tile_ranges, tile_runs
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.programs import tile_ranges, tile_runs
+from weft.compiler.analysis.tiles.results import TileCounts
 from weft.compiler.planning.explain import bytes_text, count_text, explain
-from weft.compiler.planning.hardware import H200, KNOWN
+from weft.compiler.planning.machines.hardware import H200, KNOWN
 from weft.compiler.planning.picture import TileGrid, grid_of, mask_picture, mask_text
 from weft.compiler.planning.plan import counter
 from weft.compiler.planning.records import Shape

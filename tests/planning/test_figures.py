@@ -11,7 +11,7 @@ import torch
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
-from weft.compiler.planning.hardware import by_name
+from weft.compiler.planning.machines.hardware import by_name
 
 SLOPES, WINDOW, IDS = weft.tensor("slopes", 1), weft.scalar("window", int), weft.tensor("ids", 2, int)
 DENSE = weft.Attention(name="dense")

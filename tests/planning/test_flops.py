@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backwa
 import weft
 from tests.gallery import SECTIONS
 from weft import head, kv_pos, masks, q_pos
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.pairs import MOST_ROWS, visible_pairs
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.pairs import MOST_ROWS, visible_pairs
 from weft.ir.reference import dense_mask
 from weft.ir.walk import tensors
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from weft.compiler.planning import hardware
-from weft.compiler.planning.hardware import (
+from weft.compiler.planning.machines import hardware
+from weft.compiler.planning.machines.hardware import (
     A100,
     B200,
     BOARDS,

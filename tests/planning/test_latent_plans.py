@@ -68,14 +68,17 @@ def packed(declared, q_lens, heads=128, **options):
 
 def test_one_module_computes_chunks_beside_single_tokens():
     plan = packed(variant(), [1, 200, 1])
-    assert [(code.target, code.signature.share) for code in plan.codes] == [("hopper", "all")]
+    assert [(code.target, code.signature.serves) for code in plan.codes] == [("hopper", "all")]
     assert any("equal shares of the keys" in note for note in plan.notes)
 
 
 def test_chunks_that_hopper_lacks_are_shared_out():
     for options, reason in (({"heads": 24}, "must divide 64"), ({"target": "triton"}, "")):
         plan = packed(variant(), [1, 200, 1], **options)
-        assert [(code.target, code.signature.share) for code in plan.codes] == [("triton", "long"), ("triton", "short")]
+        assert [(code.target, code.signature.serves) for code in plan.codes] == [
+            ("triton", "long"),
+            ("triton", "short"),
+        ]
         assert any(reason in note for note in plan.notes)
 
 

@@ -8,9 +8,9 @@ import torch
 import weft
 from weft import head, kv_pos, masks, q_pos, score, scores
 from weft.compiler.planning.cost import Times, of_sequences
+from weft.compiler.planning.gradient_sums import DIAGONAL_PARTS
 from weft.compiler.planning.plan import KernelPlan, Plan
-from weft.compiler.planning.sums import DIAGONAL, LAST, LISTED, PUT
-from weft.compiler.planning.tables import DIAGONAL_PARTS
+from weft.compiler.planning.sum_times import DIAGONAL, LAST, LISTED, PUT
 
 AWAY = q_pos - kv_pos
 table, lookup = weft.tensor("table", 2), weft.tensor("lookup", 1, int)
@@ -54,8 +54,8 @@ def level_tiles(k: KernelPlan, name: str, mask: str, q_len: int, kv_len: int) ->
     distances = torch.arange(offset - kv_len + 1, offset + q_len)
     index = INDICES[name][1]
     values = bucket_of(distances) if index is None else index(distances, 150)
-    far_from = int(distances[(values != values[-1]).nonzero()[-1]]) + 1
-    far_to = int(distances[(values != values[0]).nonzero()[0]]) - 1
+    distant_from = int(distances[(values != values[-1]).nonzero()[-1]]) + 1
+    distant_to = int(distances[(values != values[0]).nonzero()[0]]) - 1
     edge = full = level = 0
     for first in range(0, q_len, k.form.block_q):
         for begin in range(0, kv_len, k.form.block_kv):
@@ -66,7 +66,7 @@ def level_tiles(k: KernelPlan, name: str, mask: str, q_len: int, kv_len: int) ->
             # a kernel that owns queries looks at the ends of keys, and the other way round
             own = keys < kv_len if k.code.kernel.axis == "kv" else rows < q_len
             is_full = bool(SEEN[mask](d)[there].all()) and bool(own.all())
-            is_level = bool((d >= far_from).all() or (d <= far_to).all())
+            is_level = bool((d >= distant_from).all() or (d <= distant_to).all())
             full += is_full
             edge += bool((SEEN[mask](d) & there).any()) and not is_full
             level += is_full and is_level

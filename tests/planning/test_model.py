@@ -13,8 +13,8 @@ import torch
 import weft
 from weft import batch, head, kv_pos, q_pos, score
 from weft.codegen.targets.triton.kernels.measures import Visitor, spans_kernel
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.records import Traits, Work
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.results import Traits, Work
 from weft.compiler.planning.paces import PACES, UNFITTED, Pace, instructions_of, longest_of, pace_of
 from weft.compiler.planning.plan import KernelPlan
 

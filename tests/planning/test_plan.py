@@ -19,10 +19,10 @@ from weft.codegen.targets.hopper.kernels.statistics import ROUND_DQUERY
 from weft.codegen.targets.hopper.kernels.statistics import ROW_STATISTICS as HOPPER_STATISTICS
 from weft.codegen.targets.triton.kernels.measures import SPANS, Visitor, long_spans_kernel
 from weft.codegen.targets.triton.target import KERNELS
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.records import Measuring, TileCounts
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.results import Measuring, TileCounts
 from weft.compiler.planning.cost import predict
-from weft.compiler.planning.hardware import A100, CPU, H200, KNOWN
+from weft.compiler.planning.machines.hardware import A100, CPU, H200, KNOWN
 from weft.compiler.planning.plan import CodePlan, Plan, counter, verify_code
 from weft.compiler.planning.quantities import five_products_flops
 from weft.compiler.planning.records import Shape
@@ -434,7 +434,7 @@ def test_the_plan_is_what_calls_compile(target, schedule, monkeypatch) -> None:
     plan = variant.plan(sizes, device="cpu", **options)
     ran = run_and_record(variant, monkeypatch, sizes, **options)
     assert tuple(ran) == plan.codes
-    machine = weft.compiler.planning.hardware.for_device("cpu")
+    machine = weft.compiler.planning.machines.hardware.for_device("cpu")
     compiled = [
         driver.compile_kernels(variant, code.signature, machine, target, schedule).resolved.code for code in plan.codes
     ]

@@ -15,7 +15,7 @@ from weft.codegen.targets.gluon.program import REGISTERS, Columns, Program, plai
 from weft.codegen.targets.hopper.forms import HopperForm
 from weft.codegen.targets.hopper.held import Held
 from weft.codegen.targets.hopper.kernels import forward
-from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.planning.formulas import formula_text
 from weft.compiler.planning.plan import CodePlan, KernelCode
 from weft.compiler.planning.quantities import Sizes

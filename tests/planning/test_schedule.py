@@ -24,12 +24,12 @@ from weft.codegen.targets.hopper.kernels.forward import FLASH_FORWARD as HOPPER_
 from weft.codegen.targets.triton.forms import Tiling, check_tiling
 from weft.codegen.targets.triton.target import KERNELS
 from weft.codegen.targets.triton.tilings import FIXED, REGISTER_LIMIT, fits, tilings
-from weft.compiler.analysis.facts import Facts, facts_of
-from weft.compiler.analysis.records import Traits
+from weft.compiler.analysis.tiles.facts import Facts, facts_of
+from weft.compiler.analysis.tiles.results import Traits
 from weft.compiler.planning.cost import sram_bytes
 from weft.compiler.planning.form import Form, parse_form
-from weft.compiler.planning.hardware import A100, B200, CPU, H100, H200, KNOWN, MI300X, Hardware
 from weft.compiler.planning.kernel import Kernel
+from weft.compiler.planning.machines.hardware import A100, B200, CPU, H100, H200, KNOWN, MI300X, Hardware
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.schedule import ALGORITHMS, EXAMPLE, Schedule, asked, parse_schedule
 from weft.compiler.planning.segments import for_heads, for_latent

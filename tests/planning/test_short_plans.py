@@ -11,8 +11,8 @@ import torch
 import weft
 from weft import head, kv_pos, masks, q_pos, score, tuning
 from weft.codegen.targets.hopper.forms import HopperForm
-from weft.compiler.planning import hardware
-from weft.compiler.planning.hardware import H200
+from weft.compiler.planning.machines import hardware
+from weft.compiler.planning.machines.hardware import H200
 from weft.compiler.planning.schedule import Schedule
 from weft.compiler.planning.signature import MOST_OF_A_SHORT_CALL, is_short_call
 from weft.runtime import build, driver, tuned

@@ -20,10 +20,10 @@ from tests.planned import DENSE, chosen, signature
 from weft import tuning
 from weft.codegen.targets.cpu.forms import CpuForm
 from weft.codegen.targets.triton.forms import Tiling
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.planning import hardware
+from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.planning.form import Form
-from weft.compiler.planning.hardware import H200
+from weft.compiler.planning.machines import hardware
+from weft.compiler.planning.machines.hardware import H200
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.schedule import Schedule
 from weft.compiler.planning.signature import LengthClass, class_of, in_words

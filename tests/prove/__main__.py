@@ -4,7 +4,7 @@ python -m tests.prove                      the library
 python -m tests.prove --random 500         and random masks of the grammar of test_bounds, from seed 0 on
 python -m tests.prove --reads 200          and of that of test_survey, which read more tensors
 python -m tests.prove --only causal        masks whose name holds a text
-python -m tests.prove --record             write compiler/analysis/proven.json, from the library
+python -m tests.prove --record             write compiler/analysis/tiles/proven.json, from the library
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 
-from weft.compiler.analysis import proven
+from weft.compiler.analysis.tiles import proven
 
 from . import gallery
 from .proving import Proof, Tiles, prove_named, summary

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import z3
 
 import weft
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.ranges import check_integers
-from weft.compiler.analysis.records import TileProgram
-from weft.compiler.analysis.survey import Survey
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.results import TileProgram
+from weft.compiler.analysis.tiles.survey import Survey
+from weft.compiler.analysis.values.ranges import check_integers
 from weft.ir.canonical import canonical
 from weft.ir.expr import SYMBOLS, Call, Const, Expr, Load, Scalar, Symbol, symbol
 from weft.ir.operators import OPERATORS

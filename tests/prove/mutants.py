@@ -14,7 +14,8 @@ from types import FunctionType, ModuleType
 
 import weft
 from weft import kv_pos, masks, q_pos
-from weft.compiler.analysis import affine, bounds, interval_arithmetic, intervals, survey, tiles
+from weft.compiler.analysis.tiles import bounds, intervals, programs, survey
+from weft.compiler.analysis.values import affine, interval_arithmetic
 from weft.ir.canonical import canonical
 from weft.ir.expr import Expr, expression
 
@@ -39,7 +40,7 @@ class Mutant:
 
 
 _MODULES: dict[str, ModuleType] = {
-    m.__name__.rsplit(".", 1)[-1]: m for m in (affine, bounds, interval_arithmetic, intervals, survey, tiles)
+    m.__name__.rsplit(".", 1)[-1]: m for m in (affine, bounds, interval_arithmetic, intervals, survey, programs)
 }
 
 
@@ -92,24 +93,24 @@ MUTANTS = (
     Mutant("the transpose has the tile's ends exchanged", "bounds.q_bounds",
            'symbol("kv_first"), symbol("kv_last"), start', 'symbol("kv_last"), symbol("kv_first"), start',
            masks.causal, "q skipped"),
-    Mutant("rows of queries are taken for positions", "tiles._rows",
+    Mutant("rows of queries are taken for positions", "programs._rows",
            'return position if axis == "kv" else _minus(position, symbol("q_offset"))', "return position",
            masks.causal, "q skipped"),
-    Mutant("full parts are not clipped at the length", "tiles._rows",
+    Mutant("full parts are not clipped at the length", "programs._rows",
            "minimum(full_hi, _LENGTH)", "full_hi", masks.causal, "kv hidden in full"),
-    Mutant("the end of the full part is rounded up", "tiles._full",
+    Mutant("the end of the full part is rounded up", "programs._full",
            "_downward(maximum(rows.full_hi, _ZERO))", "_upward(maximum(rows.full_hi, _ZERO))", masks.causal,
            "q hidden in full"),
-    Mutant("the start is rounded up", "tiles._tiles",
+    Mutant("the start is rounded up", "programs._tiles",
            'choose(make("lt", begin, end), _downward(begin), hi)', 'choose(make("lt", begin, end), _upward(begin), hi)',
            recent, "kv skipped"),
-    Mutant("the end is rounded down", "tiles._tiles", "_upward(maximum(rows.hi, _ZERO))",
+    Mutant("the end is rounded down", "programs._tiles", "_upward(maximum(rows.hi, _ZERO))",
            "_downward(maximum(rows.hi, _ZERO))", masks.causal, "kv skipped"),
-    Mutant("a range begins in the one before", "tiles._later_tiles",
+    Mutant("a range begins in the one before", "programs._later_tiles",
            "_at_least(_downward(rows.lo), before), hi", "_downward(rows.lo), hi", sinks, "kv order"),
-    Mutant("ranges that overlap are not cut", "tiles._separated",
+    Mutant("ranges that overlap are not cut", "programs._separated",
            "choose(apart, a.hi, cut)", "choose(apart, a.hi, a.lo)", sinks, "kv skipped"),
-    Mutant("the last edge tile before a gap is taken twice", "tiles._nth",
+    Mutant("the last edge tile before a gap is taken twice", "programs._nth",
            'make("lt", _I, before.expr)', 'make("le", _I, before.expr)', sinks, "kv lookup"),
     Mutant("a divisor is taken for positive", "bounds._assumed",
            "choose(_assumption(literal), value, default)", "value", masks.block_causal(size), "kv skipped"),

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import z3
 
-from weft.compiler.analysis.records import TileProgram
+from weft.compiler.analysis.tiles.results import TileProgram
 from weft.ir.expr import Call, Const, Expr, Symbol
 
 from .polynomials import Polynomial

@@ -13,8 +13,8 @@ from itertools import product
 
 import z3
 
-from weft.compiler.analysis.records import TileProgram
-from weft.compiler.analysis.survey import Survey
+from weft.compiler.analysis.tiles.results import TileProgram
+from weft.compiler.analysis.tiles.survey import Survey
 from weft.ir.expr import Expr, Load, Symbol
 from weft.ir.walk import nodes
 

@@ -18,7 +18,7 @@ from tests.prove.proving import Tiles, prove, summary
 from tests.prove.questions import Question
 from tests.prove.solving import answer
 from weft import masks, q_pos
-from weft.compiler.analysis import proven
+from weft.compiler.analysis.tiles import proven
 
 # One mask of each kind: other numbers in their place are left to `make prove`.
 LIBRARY = (
@@ -67,9 +67,9 @@ def test_a_counterexample_is_a_script_that_shows_it(capsys: pytest.CaptureFixtur
     with planted(mutant):
         proof = prove("causal", mutant.mask, wanted=lambda question: question.title == mutant.shown)
         (script,) = proof.scripts
-        weft.compiler.analysis.facts.facts_of.cache_clear()
+        weft.compiler.analysis.tiles.facts.facts_of.cache_clear()
         exec(script, {})
-        weft.compiler.analysis.facts.facts_of.cache_clear()
+        weft.compiler.analysis.tiles.facts.facts_of.cache_clear()
     assert capsys.readouterr().out == "a full tile reaches past the end\n"
     exec(script, {})
     assert capsys.readouterr().out == "nothing is wrong\n"

@@ -15,9 +15,9 @@ import z3
 
 import weft
 from weft.codegen.functions import TRITON_LANGUAGE, FunctionPrinter
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.records import TileProgram
-from weft.compiler.analysis.survey import Survey
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.results import TileProgram
+from weft.compiler.analysis.tiles.survey import Survey
 from weft.ir.expr import Call, Const, Expr, Load, Scalar, Symbol
 from weft.ir.operators import OPERATORS, Range
 from weft.ir.walk import children, loads, nodes

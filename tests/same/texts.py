@@ -10,7 +10,7 @@ from typing import Any
 
 import weft
 from weft.codegen.loader import TEMPLATES
-from weft.compiler.planning.hardware import by_name
+from weft.compiler.planning.machines.hardware import by_name
 from weft.runtime.driver import compile_kernels
 
 from .corpus import Triple, corpus

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 import weft
 from weft import cli
 from weft.cli import main
-from weft.compiler.planning.hardware import usable_cores
+from weft.compiler.planning.machines.hardware import usable_cores
 from weft.drawn import drawn_operands
 from weft.request import ranges_of
 from weft.runtime import cache, driver

@@ -28,13 +28,13 @@ from weft.codegen.targets.triton.kernels.forward import FLASH_FORWARD
 from weft.codegen.targets.triton.kernels.measures import with_measuring
 from weft.codegen.targets.triton.target import KERNELS, InterpretTarget, TritonTarget
 from weft.codegen.templates import environment
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.records import Traits
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.results import Traits
 from weft.compiler.planning import dtypes
 from weft.compiler.planning import form as forms
 from weft.compiler.planning.form import Form, Residence, number, parse_form, switch
-from weft.compiler.planning.hardware import H200, KNOWN
 from weft.compiler.planning.kernel import Feature, KernelId
+from weft.compiler.planning.machines.hardware import H200, KNOWN
 from weft.compiler.planning.plan import CodePlan
 from weft.compiler.planning.schedule import parse_schedule
 from weft.compiler.planning.segments import Segments

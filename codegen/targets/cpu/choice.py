@@ -10,11 +10,11 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from math import ceil
 
-from ....compiler.analysis.records import Axis, TileCounts, Traits
+from ....compiler.analysis.tiles.results import Axis, TileCounts, Traits
 from ....compiler.planning.cost import CountTiles, KernelCost, cost_of, dense_counts
 from ....compiler.planning.dtypes import FP32, dtype_named
-from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Kernel
+from ....compiler.planning.machines.hardware import Hardware
 from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments
 from ....compiler.planning.signature import Direction

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....compiler.analysis.records import Axis
+from ....compiler.analysis.tiles.results import Axis
 from ...context import Cell, Value
 
 

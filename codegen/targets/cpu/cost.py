@@ -12,15 +12,15 @@ from functools import lru_cache
 from math import ceil
 from typing import TYPE_CHECKING, Literal
 
-from ....compiler.analysis.records import TileCounts, TorchWork, Traits
+from ....compiler.analysis.tiles.results import TileCounts, TorchWork, Traits
 from ....compiler.planning.dtypes import dtype_named
 from ....compiler.planning.form import Machine
-from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Kernel
+from ....compiler.planning.machines.hardware import Hardware
+from ....compiler.planning.machines.rates import CpuRates, Library
+from ....compiler.planning.machines.torch_times import CpuSpeed, CpuTimes, CpuWork, TorchCost
 from ....compiler.planning.quantities import Sizes, score_count
-from ....compiler.planning.rates import CpuRates, Library
 from ....compiler.planning.signature import Direction
-from ....compiler.planning.torch_times import CpuSpeed, CpuTimes, CpuWork, TorchCost
 from ....ir.normalizer import RELU, SIGMOID
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def beside_products(
     return OWN_CALLS[way][direction] * rates.call_seconds + (passes / rate + in_rows) / rates.all_products
 
 
-def causal_share(kv_len: int) -> float:
+def causal_fraction(kv_len: int) -> float:
     """Which part of the pairs torch's own kernel computes under a causal mask, as many queries as keys."""
     blocks = ceil(kv_len / OWN_KEYS)
     return (blocks + 1) / (2 * blocks)

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
-from ....compiler.analysis.records import TileCounts, Traits
+from ....compiler.analysis.tiles.results import TileCounts, Traits
 from ....compiler.planning.form import Form, Machine, Residence, number, register, switch
-from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Kernel
+from ....compiler.planning.machines.hardware import Hardware
+from ....compiler.planning.machines.torch_times import TorchCost
 from ....compiler.planning.quantities import Formula, Sizes
 from ....compiler.planning.segments import Segments
 from ....compiler.planning.signature import Direction
-from ....compiler.planning.torch_times import TorchCost
 from .cost import SCORE_BYTES, torch_cost
 
 CACHE_KIB = 1024

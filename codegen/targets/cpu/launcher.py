@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....compiler.analysis.facts import Facts
-from ....compiler.analysis.records import PAIR_KINDS
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.analysis.tiles.results import PAIR_KINDS
 from ....compiler.planning.dtypes import FP32, dtype_named
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.sources import DENSE

@@ -7,14 +7,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ....compiler.analysis.cse import of_positions
-from ....compiler.analysis.distances import of_distance
-from ....compiler.analysis.facts import Facts
-from ....compiler.analysis.records import OperandGradient
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.analysis.tiles.results import OperandGradient
+from ....compiler.analysis.values.cse import of_positions
+from ....compiler.analysis.values.distances import of_distance
 from ....compiler.planning.dtypes import FP32, FP64, HALVES, dtype_named
 from ....compiler.planning.form import Form
-from ....compiler.planning.hardware import CPU, Hardware
 from ....compiler.planning.kernel import Algorithm, Kernel
+from ....compiler.planning.machines.hardware import CPU, Hardware
 from ....compiler.planning.plan import CodePlan, KernelCode
 from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments, segments_of

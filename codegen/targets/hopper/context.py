@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from ....compiler.analysis.facts import Facts
-from ....compiler.planning.distances import tables_in
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.planning.by_distance import tables_in
 from ....compiler.planning.form import Form
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.signature import Dtypes, Offset
@@ -219,7 +219,7 @@ def _latent(code: CodePlan, facts: Facts) -> Latent:
         LatentConfig, form, head_dim=widths.head_dim, rank=widths.value_dim, rope=widths.head_dim - widths.value_dim,
         piece=form.piece, rotary=ROTARY_COLUMNS, loads_at_positions=facts.loads_at_positions,
     )  # fmt: skip
-    return Latent(config, latent_program(form, held_by(code, facts)), many=not code.signature.few)
+    return Latent(config, latent_program(form, held_by(code, facts)), many=not code.signature.few_queries)
 
 
 def _backward(code: CodePlan, facts: Facts, printing: Printing) -> Backward:

@@ -1,8 +1,8 @@
 """Features of backwards: what adds lines of its own at hooks that templates name.
 
 Hooks are as in templates/triton/parts/hooks.py.jinja. Templates also ask features of this list for names, as of what
-consumers keep. One more feature, with lines at hooks alone, is a record, a template with macros by the names of hooks, and
-a place in `features` of its kernels.
+consumers keep. One more feature, with lines at hooks alone, is a record, a template with macros by the names of hooks,
+and a place in `features` of its kernels.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ....compiler.analysis.facts import Facts
+from ....compiler.analysis.tiles.facts import Facts
 from ....compiler.planning.form import Form
 from ....compiler.planning.kernel import Kernel
 from ....compiler.planning.signature import Signature, Widths

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ....compiler.planning.form import PROGRAMS_PER_SM, Form, Residence, number, register, switch
-from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Kernel
+from ....compiler.planning.machines.hardware import Hardware
 from ....compiler.planning.segments import Segments
 from .paces import NARROW
 

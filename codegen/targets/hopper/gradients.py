@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ....compiler.analysis.facts import Facts
-from ....compiler.analysis.places import read_once
-from ....compiler.planning.distances import levels_of, tables_of
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.analysis.values.places import read_once
+from ....compiler.planning.by_distance import levels_of, tables_of
 from ....compiler.planning.signature import Signature
 from ....ir.expr import Const
 from ....ir.walk import loads

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from ....compiler.analysis.facts import Facts
-from ....compiler.analysis.records import Traits
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.analysis.tiles.results import Traits
 from ....compiler.planning.form import Form
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.segments import Segments

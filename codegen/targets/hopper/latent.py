@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ....compiler.planning.cost import sram_bytes
-from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Kernel
+from ....compiler.planning.machines.hardware import Hardware
 from ....compiler.planning.records import Segment, Shape
 from ....compiler.planning.segments import Segments
 from ....compiler.planning.signature import Signature

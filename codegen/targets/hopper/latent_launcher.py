@@ -10,7 +10,7 @@ from ....compiler.planning.buffer import ALWAYS, Buffer
 from ....compiler.planning.kernel import Kernel
 from ....compiler.planning.target import CallTensors
 from ...launch.binding import Binding
-from ...launch.descriptors import Described, Descriptors, HeadsBox, of_rows
+from ...launch.descriptors import Described, Descriptors, HeadsBox, rows_described
 from ...launch.division import Division
 from ...launch.job import Job, KernelLaunch, Mode, OwnPart
 from .forms import HopperLatentForm
@@ -31,9 +31,9 @@ class LatentKernels(OwnPart):
         form = division.form
         assert isinstance(form, HopperLatentForm)
         self._form = form
-        self._is_packed, self._is_few = job.sequences.rows.packed, job.signature.few
+        self._is_packed, self._has_few_queries = job.sequences.rows.packed, job.signature.few_queries
         width = job.signature.widths.head_dim
-        query, key = Described("query", HeadsBox, width), of_rows(job, "key", width)
+        query, key = Described("query", HeadsBox, width), rows_described(job, "key", width)
         found = {"query_desc": query, "query_rotary_desc": query, "key_desc": key, "key_rotary_desc": key}
         self.descriptors = Descriptors(job, found, self._tiles)
 
@@ -66,7 +66,7 @@ class LatentKernels(OwnPart):
         """How many shares, each of so many programs, keep the machine busy where they are equal; 0: they need not be,
         as sequences have the same length, programs are many, or rows, whose parts would take much memory."""
         at_once = self._job.device.processors()
-        if not self._job.sequences.ragged or batches * units >= MANY * at_once or not self._is_few:
+        if not self._job.sequences.ragged or batches * units >= MANY * at_once or not self._has_few_queries:
             return 0
         few = -(-units // at_once)
         shares = {waves: waves * at_once // units for waves in range(few, few + 4)}
@@ -79,7 +79,7 @@ class LatentKernels(OwnPart):
         if self._is_packed:
             rows = f"{2 * self._form.block_q} * n_programs"
             tiles = f"heads // kv_heads * q_len // {self._form.block_q}"
-            joins = f"2 * ({tiles} + n_sequences + 3)" if self._is_few else "4 * n_programs + 4"
+            joins = f"2 * ({tiles} + n_sequences + 3)" if self._has_few_queries else "4 * n_programs + 4"
         when = ALWAYS if self._is_packed else "slots > 0"
         return [
             Buffer("part_lse", (f"{self._division.statistics} * {rows}",), when=when),
@@ -120,7 +120,7 @@ class LatentKernels(OwnPart):
 
     def _joiners(self, rows: int, columns: int) -> str:
         """Programs that join, given what one of them reads together."""
-        if self._is_packed and not self._is_few:  # a round of each share, at the most
+        if self._is_packed and not self._has_few_queries:  # a round of each share, at the most
             return f"n_programs * {self._form.block_q * columns} // {rows}"
         of_each, number = ("heads // kv_heads", "q_len") if self._is_packed else (
             "heads // kv_heads * q_len", "batches"

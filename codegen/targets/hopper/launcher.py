@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from ....compiler.analysis.facts import Facts
-from ....compiler.analysis.records import OperandGradient
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.analysis.tiles.results import OperandGradient
 from ....compiler.planning.buffer import ALWAYS, NEVER, Buffer
 from ....compiler.planning.kernel import Kernel
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.target import Named
 from ....ir.expr import Load
 from ...launch.binding import Binding
-from ...launch.descriptors import Described, Descriptors, FlatBox, of_pairs, of_rows, readable
+from ...launch.descriptors import Described, Descriptors, FlatBox, pairs_described, readable, rows_described
 from ...launch.device import Device
 from ...launch.division import Division
 from ...launch.job import Job, KernelLaunch, Mode, OwnPart
@@ -95,9 +95,9 @@ class Tiled:
     def described(self) -> dict[str, Described]:
         boxes = {f"{n}{piece.box}": _TENSORS.get(n, n) + self.apart * piece.is_apart(n) for n, piece in self.pieces}
         boxes |= {n: n for n in self.names if n not in boxes}
-        found = {f"{n}_desc": of_rows(self._job, tensor, self.columns) for n, tensor in boxes.items()}
+        found = {f"{n}_desc": rows_described(self._job, tensor, self.columns) for n, tensor in boxes.items()}
         if (read := self._brought) is not None:
-            found["pairs_desc"] = of_pairs(f"arg_{read.tensor.name}", read)
+            found["pairs_desc"] = pairs_described(f"arg_{read.tensor.name}", read)
         return found
 
     @property
@@ -105,7 +105,7 @@ class Tiled:
         """What pairs read, where tiles of it are brought to SRAM."""
         return self._job.facts.boxed_read if self._job.code.brings_boxes else None
 
-    def boxes_of_pairs(self, queries: int, keys: int) -> dict[str, list[int]]:
+    def pair_boxes(self, queries: int, keys: int) -> dict[str, list[int]]:
         """The tile of the descriptor of what pairs read, and of that of its gradient."""
         if (read := self._brought) is None:
             return {}
@@ -178,7 +178,7 @@ class HopperForward(OwnPart):
         blocks = {"value": (block_kv, tiled.value_columns), "out": (ROWS, tiled.value_columns)}
         blocks |= {f"{n}{piece.box}": (rows[n], piece.columns) for n, piece in tiled.pieces}
         found = {f"{n}_desc": [*tiled.ones, *block] for n, block in blocks.items()}
-        return found | tiled.boxes_of_pairs(ROWS, block_kv)
+        return found | tiled.pair_boxes(ROWS, block_kv)
 
 
 class HopperBackward(OwnPart):
@@ -235,7 +235,7 @@ class HopperBackward(OwnPart):
             found.append(Buffer("dquery_sums", ("all_query_tiles", floats), fill=zeros if clears else NEVER))
         if self._stores_first:
             counts = ("all_query_tiles", str(CONSUMERS))
-            found.append(Buffer("shares_stored", counts, "int32", ALWAYS if clears else NEVER))
+            found.append(Buffer("dq_stored", counts, "int32", ALWAYS if clears else NEVER))
         return found
 
     def _of_shared_keys(self) -> list[Buffer]:
@@ -251,7 +251,7 @@ class HopperBackward(OwnPart):
         diagonals = [n for n, gradient in enumerate(self._job.gradients) if gradient.kind == "diagonal"]
         names = ("lse2", *(("shift",) if self._job.shifts else ()), "delta") if diagonals else ()
         found = [Buffer(name, ("batches", "heads", "padded_len")) for name in names]
-        levels = [f"{end}_sum{n}" for n in diagonals for end in ("far", "near")] if self._job.levels else []
+        levels = [f"{end}_sum{n}" for n in diagonals for end in ("distant", "near")] if self._job.levels else []
         return found + [Buffer(name, ("batches", "heads", "kv_len"), fill=ALWAYS) for name in levels]
 
     def level_sums(self, mode: Mode) -> str:
@@ -261,7 +261,7 @@ class HopperBackward(OwnPart):
 
     def sum_buffers(self, n: int, gradient: OperandGradient, mode: Mode) -> list[Buffer]:
         if gradient.kind == "pair":
-            return [self._of_pairs(n)]
+            return [self._pair_buffer(n)]
         packed, ragged = self._job.sequences.keys.packed, self._job.sequences.ragged
         # some slots have no tile, some keys no head that sees them, some rows no sequence
         whole = gradient.kind in ("total", "sink", "row") and not (packed or (ragged and gradient.kind == "row"))
@@ -280,7 +280,7 @@ class HopperBackward(OwnPart):
         block = self._query_form.block_q
         return f"(q_len + {block - 1}) // {block} * {number}"
 
-    def _of_pairs(self, n: int) -> Buffer:
+    def _pair_buffer(self, n: int) -> Buffer:
         """Of the gradient of what pairs read, in the shape of its operand: rows are such that TMA can write them."""
         words, shape = self._job.signature.boxed == 4, shape_of_operand(self._job, n)
         fill = hides_some(self._job, n, ["batches", "heads", "q_len", "kv_len"])
@@ -351,7 +351,7 @@ class HopperBackward(OwnPart):
         }
         if self._job.signature.boxed == 4:
             return found  # what pairs read is stored entry by entry
-        stored = [of_pairs(f"sum{n}", g.load) for n, g in enumerate(self._job.gradients) if g.kind == "pair"]
+        stored = [pairs_described(f"sum{n}", g.load) for n, g in enumerate(self._job.gradients) if g.kind == "pair"]
         return found | dict(zip(["dpairs_desc"], stored))
 
     def _pieces(self) -> list[tuple[str, Piece]]:
@@ -379,5 +379,5 @@ class HopperBackward(OwnPart):
             "dquery_desc": [*tiled.ones, ROWS, columns],
             "statistics_desc": [self._statistics_of_a_tile],
             "dquery_sums_desc": [ROWS * columns // _LINE, _LINE],
-            **tiled.boxes_of_pairs(form.block_q, ROWS),
+            **tiled.pair_boxes(form.block_q, ROWS),
         }

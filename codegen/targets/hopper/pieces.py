@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ....compiler.analysis.facts import Facts
+from ....compiler.analysis.tiles.facts import Facts
 from ....compiler.planning.form import Form
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.signature import Widths

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import NamedTuple
 
-from ....compiler.analysis.facts import Facts
-from ....compiler.analysis.places import read_once
-from ....compiler.planning.distances import tables_of
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.analysis.values.places import read_once
+from ....compiler.planning.by_distance import tables_of
 from ....compiler.planning.dtypes import HALVES, dtype_named
 from ....compiler.planning.signature import Signature, Widths
 from ....compiler.planning.sources import SequenceKind, not_in_order

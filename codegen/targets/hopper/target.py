@@ -10,12 +10,12 @@ from types import ModuleType
 
 import torch
 
-from ....compiler.analysis.facts import Facts
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.planning.by_distance import tables_of
 from ....compiler.planning.cost import sram_bytes
-from ....compiler.planning.distances import tables_of
 from ....compiler.planning.form import Form
-from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Algorithm, Kernel
+from ....compiler.planning.machines.hardware import Hardware
 from ....compiler.planning.plan import CodePlan, KernelCode
 from ....compiler.planning.records import Segment, Shape
 from ....compiler.planning.segments import Segments, segments_of

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....compiler.analysis.facts import Facts
-from ....compiler.analysis.records import Axis, TileSource
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.analysis.tiles.results import Axis, TileSource
+from ....compiler.planning.gradient_sums import Finish, Owner
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.records import Segment
 from ....compiler.planning.signature import starts_early
 from ....compiler.planning.sources import SequenceKind
-from ....compiler.planning.tables import Finish, Owner
 from ....ir.walk import symbols
 from ...context import Cell, LevelPairs, Value
 from ...launch.job import ways_in
@@ -97,7 +97,7 @@ class Measuring:
     kv_ranges: int  # intervals of it
     list_head: int  # numbers before the tiles of a list
     span_room: int  # tiles that a list beside runs has room for
-    few: int  # positions of an axis up to which it is not long
+    long_axis: int  # positions of an axis up to which it is not long
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ....compiler.planning.form import PROGRAMS_PER_SM, Form, Residence, number, register
-from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Kernel
+from ....compiler.planning.machines.hardware import Hardware
 from ....compiler.planning.segments import Segments
 from ....compiler.planning.splits import tile_rows
 from ....ir.errors import WeftError
-from .paces import PACKED_PROGRAM, WIDE
+from .paces import PACKED_PROGRAM, WIDE_COLUMNS
 
 _WARPGROUP_ROWS = 64  # of an asynchronous product
 
@@ -62,7 +62,7 @@ class Tiling(Form):
         return max(1, int(fit))
 
     def pace_family(self, kernel: Kernel, columns: float) -> str:
-        return f"triton {kernel.name}" + " wide" * (columns > WIDE)
+        return f"triton {kernel.name}" + " wide" * (columns > WIDE_COLUMNS)
 
 
 def check_tiling(kernel: str, tiling: Tiling) -> None:

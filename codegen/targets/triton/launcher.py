@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-from ....compiler.analysis.facts import Facts
-from ....compiler.analysis.records import OperandGradient
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.analysis.tiles.results import OperandGradient
 from ....compiler.planning import quantities as formulas
 from ....compiler.planning.buffer import ALWAYS, NEVER, Buffer
+from ....compiler.planning.gradient_sums import Way
 from ....compiler.planning.kernel import Kernel
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.signature import MOST_SHORT, starts_early
 from ....compiler.planning.splits import JOINED_PARTS, tile_rows
-from ....compiler.planning.tables import Way
 from ....compiler.planning.target import CallTensors
 from ...launch.device import Device
 from ...launch.division import Division
@@ -98,7 +98,7 @@ class TritonKernels(OwnPart):
     def sum_buffers(self, n: int, gradient: OperandGradient, mode: Mode) -> list[Buffer]:
         job, dense = self._job, not self._job.sequences.ragged
         if (way := job.ways.of_reads[n]) is not None:
-            return self._of_pairs(n, way, mode)
+            return self._pair_buffers(n, way, mode)
         if gradient.kind == "sink" and dense:
             of_tiles = f"padded_len // {job.form('row_statistics', mode.aligned).block_q}"
             return [Buffer(f"sum{n}", ("batches", "heads", of_tiles))]
@@ -127,7 +127,7 @@ class TritonKernels(OwnPart):
             case _:
                 return ("q_len" if kind == "row" else "kv_len",)
 
-    def _of_pairs(self, n: int, way: Way, mode: Mode) -> list[Buffer]:
+    def _pair_buffers(self, n: int, way: Way, mode: Mode) -> list[Buffer]:
         """Of the sums of a read of pairs: a tensor in the shape of its operand, or a list of sums and entries."""
         job, dense = self._job, not self._job.sequences.ragged
         if way.finish == "list":  # by flash_dpairs

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ....compiler.analysis.affine import is_bool
-from ....compiler.analysis.facts import Facts
-from ....compiler.analysis.measured import LIST_HEAD, LONG_AXIS, SPAN_ROOM
-from ....compiler.analysis.records import Axis, TileProgram
-from ....compiler.analysis.survey import CELL, Survey
-from ....compiler.planning.distances import levels_in, tables_in
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.analysis.tiles.measured import LIST_HEAD, LONG_AXIS, SPAN_ROOM
+from ....compiler.analysis.tiles.results import Axis, TileProgram
+from ....compiler.analysis.tiles.survey import CELL, Survey
+from ....compiler.analysis.values.affine import is_bool
+from ....compiler.planning.by_distance import levels_in, tables_in
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.segments import Segments
 from ....compiler.planning.sources import DENSE, SequenceKind
@@ -24,7 +24,7 @@ from .context import Measured, Measuring, Table, Tables
 from .kernels.measures import words_of
 
 
-def measures(facts: Facts, wide: bool, sequences: SequenceKind = DENSE) -> str:
+def measures(facts: Facts, offsets_64: bool, sequences: SequenceKind = DENSE) -> str:
     """Source of the module that measures which tiles a call must visit, for kernels of any GPU target.
 
     They are runs of tiles, or lists, as `Facts.tile_source` says.
@@ -32,7 +32,7 @@ def measures(facts: Facts, wide: bool, sequences: SequenceKind = DENSE) -> str:
     found = facts.survey
     if found is None:
         raise InternalError(f"generate: {facts.attention.name} has nothing to measure")
-    printer = FunctionPrinter(facts, TRITON_LANGUAGE, wide=wide)
+    printer = FunctionPrinter(facts, TRITON_LANGUAGE, offsets_64=offsets_64)
     tiles = Tiles(0, 0, Segments((), ()), facts.traits)  # of any size and width
     looks = found.by_pair and not sequences.keys.packed
     words = words_of(facts.traits.measured, ("kv", "q"), facts.tile_source == "lists", looks)
@@ -46,7 +46,7 @@ def tables(facts: Facts, code: CodePlan) -> str:
     found, levels, making = tables_in(code, facts), levels_in(code, facts), code.of_module("tables")
     if not found or making is None:
         raise InternalError(f"generate: {facts.attention.name} reads nothing by distance")
-    printer = FunctionPrinter(facts, TRITON_LANGUAGE, wide=code.signature.wide, tables=found)
+    printer = FunctionPrinter(facts, TRITON_LANGUAGE, offsets_64=code.signature.offsets_64, tables=found)
     indices = levels.indices if levels else ()
     told = Tables(
         extents=", ".join(printer.extents_with(indices)),
@@ -91,7 +91,7 @@ def _measuring(facts: Facts, found: Survey, sequences: SequenceKind) -> Measurin
         kv_ranges=len(keys.outputs) // 4,
         list_head=LIST_HEAD,
         span_room=SPAN_ROOM,
-        few=LONG_AXIS,
+        long_axis=LONG_AXIS,
     )
 
 

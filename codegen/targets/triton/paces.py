@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ....compiler.planning.paces import PACES, Pace
 
-WIDE = 128  # columns above which a Triton kernel's sums leave registers
+WIDE_COLUMNS = 128  # columns above which a Triton kernel's sums leave registers
 # us: where rows are packed, a program of a Triton kernel reads its place, and then the ends of its sequence, before it
 # reads a tile; of 16 sequences of 1024 tokens alone, whose programs are short
 PACKED_PROGRAM = 2.7

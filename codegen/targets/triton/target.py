@@ -10,19 +10,19 @@ from types import ModuleType
 
 import torch
 
-from ....compiler.analysis.facts import Facts
-from ....compiler.analysis.records import PAIR_KINDS, Traits
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.analysis.tiles.results import PAIR_KINDS, Traits
+from ....compiler.planning.by_distance import levels_of, tables_of
 from ....compiler.planning.cost import sram_bytes
-from ....compiler.planning.distances import levels_of, tables_of
 from ....compiler.planning.dtypes import HALVES, ON_GPUS
 from ....compiler.planning.form import Form
-from ....compiler.planning.hardware import Hardware
+from ....compiler.planning.gradient_sums import Owner, ways_of
 from ....compiler.planning.kernel import Algorithm, Kernel
+from ....compiler.planning.machines.hardware import Hardware
 from ....compiler.planning.plan import CodePlan, KernelCode
 from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments, segments_of
 from ....compiler.planning.signature import Direction, Signature, Widths
-from ....compiler.planning.tables import Owner, ways_of
 from ....compiler.planning.target import CallTensors, Launcher, Printing
 from ....ir.attention import Attention
 from ....ir.errors import WeftError
@@ -201,11 +201,11 @@ class TritonTarget:
             return split_tilings(kernel, sizes, hardware, parts, traits, not signature.sequences.ragged)
         found = tilings(kernel, _algorithm(kernel), sizes, hardware, parts, traits)
         has_tables = traits != facts.traits_with((), signature.doubles)
-        of_pairs = any(
+        sums_pairs = any(
             (kind == "pair" or (kind == "diagonal" and not has_tables)) and load.tensor.name in signature.wanted
             for load, kind in facts.gradient_kinds
         )
-        if kernel is FLASH_DQUERY and of_pairs and signature.dtype in HALVES:
+        if kernel is FLASH_DQUERY and sums_pairs and signature.dtype in HALVES:
             # what is read and stored for each pair wants registers: larger tiles spill in their loop
             own = Tiling(64, 64, 4 if max(parts.qk_columns, parts.v_columns) <= 64 else 8, 2)
             if fits(kernel, own, nominal(sizes), hardware, parts, traits):
@@ -247,7 +247,7 @@ class TritonTarget:
 
         match kernel.kernel.module:
             case "measures":
-                return modules.measures(facts, code.signature.wide, code.signature.sequences)
+                return modules.measures(facts, code.signature.offsets_64, code.signature.sequences)
             case "tables":
                 return modules.tables(facts, code)
             case "":

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from math import log
 
-from ....compiler.analysis.records import Traits
+from ....compiler.analysis.tiles.results import Traits
 from ....compiler.planning.cost import Times, cost_of, dense_counts, sram_bytes
 from ....compiler.planning.dtypes import dtype_named
-from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Algorithm, Kernel, Slot
+from ....compiler.planning.machines.hardware import Hardware
 from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments
 from ....ir.errors import WeftError

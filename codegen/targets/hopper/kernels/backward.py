@@ -44,7 +44,7 @@ from ..held import ROLES, Held, columns_in, declared
 from ..pieces import CONSUMERS, columns_of, fits_by_rows, left_parts, part_columns, pieces_of, places_of_results
 
 HANDSHAKES = 512  # bytes of cards and mbarriers, each aligned to 16
-SHARES = HARDWARE_BARRIERS - CONSUMERS  # the last hardware barriers, by which shares of dQ are handed over
+DQ_SHARE_BARRIERS = HARDWARE_BARRIERS - CONSUMERS  # the last hardware barriers, by which shares of dQ are handed over
 
 
 def sums_of_dquery(x: Sizes) -> float:
@@ -78,7 +78,7 @@ def program(form: HopperBackwardForm, held: Held, one_pass: bool) -> Program:
     for ring in ("query", "dout") if form.next_scores or form.by_columns else ("query",):
         p.free(ring, form.stages)
     if one_pass and held.stores_first:
-        p.named("FIRST_SHARE", CONSUMERS, meets=("consumer", "sender"), first=SHARES)
+        p.named("DQ_BARRIER", CONSUMERS, meets=("consumer", "sender"), first=DQ_SHARE_BARRIERS)
     return p.check()
 
 
@@ -163,7 +163,7 @@ def _add_mbarriers(p: Program, form: HopperBackwardForm, held: Held, one_pass: b
         said = "likewise" if form.by_columns else "one for each of the two tiles"
         p.mbarrier("dscores_ready", "2", arrivals="1" if form.by_columns else "CONSUMERS", about=said)
     if one_pass and held.stores_first:
-        p.mbarrier("share_left", "CONSUMERS", about="one for each consumer: its share has left its place")
+        p.mbarrier("dq_share_left", "CONSUMERS", about="one for each consumer: its share has left its place")
 
 
 def _add_roles(p: Program, form: HopperBackwardForm, held: Held, one_pass: bool) -> None:

@@ -32,7 +32,7 @@ def statistics_and_zeros(x: Sizes) -> float:
 
 def statistics_and_group_zeros(x: Sizes) -> float:
     """lse and delta, and zeros for the sums of dQ where query heads share keys."""
-    return statistics_written(x) + x.z * sums_of_dquery(x)
+    return statistics_written(x) + x.begins_zero * sums_of_dquery(x)
 
 
 # -- the programs ------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from .....compiler.analysis.measured import LIST_HEAD, SPAN_ROOM
-from .....compiler.analysis.records import Axis, Measuring, TileProgram
-from .....compiler.analysis.survey import CELL
+from .....compiler.analysis.tiles.measured import LIST_HEAD, SPAN_ROOM
+from .....compiler.analysis.tiles.results import Axis, Measuring, TileProgram
+from .....compiler.analysis.tiles.survey import CELL
 from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import KEYS_AGAIN, QUERIES_AGAIN, Again, Kernel, KernelId, Slot, Words
 from .....compiler.planning.paces import Pace
@@ -203,11 +203,11 @@ def spans_kernel(visitor: Visitor, measuring: Measuring) -> Kernel:
         return (x.Hq if measuring.by_head else 1) * (x.nq if axis == "kv" else x.nkv)
 
     def programs(x: Sizes) -> float:
-        return x.B * rows(x) * (1 - x.r)
+        return x.B * rows(x) * (1 - x.long_axis)
 
     def read(x: Sizes) -> float:
         own, other = (x.L, x.T) if axis == "kv" else (x.T, x.L)
-        return READ * x.B * (own_reads * own + reads * other * (1 + (rows(x) - 1) * x.j))
+        return READ * x.B * (own_reads * own + reads * other * (1 + (rows(x) - 1) * x.neighbours_miss))
 
     def written(x: Sizes) -> float:
         return (SPAN * ranges + FLAG) * programs(x)
@@ -240,15 +240,15 @@ def long_spans_kernel(visitor: Visitor, measuring: Measuring) -> Kernel:
     own_reads = measuring.q_reads if axis == "kv" else measuring.kv_reads
 
     def programs(x: Sizes) -> float:
-        return x.r * by_tiles.programs(x._replace(r=0))
+        return x.long_axis * by_tiles.programs(x._replace(long_axis=0))
 
     def read(x: Sizes) -> float:
         own, tiles = (x.L, x.nkv) if axis == "kv" else (x.T, x.nq)
-        ends = x.B * tiles * (1 - x.j) + programs(x) * (tiles / STRETCH + 2 * STRETCH) * x.j
+        ends = x.B * tiles * (1 - x.neighbours_miss) + programs(x) * (tiles / STRETCH + 2 * STRETCH) * x.neighbours_miss
         return READ * x.B * own_reads * own + _bytes_of_ends(axis, measuring) * ends
 
     def written(x: Sizes) -> float:
-        return by_tiles.written(x._replace(r=0))
+        return by_tiles.written(x._replace(long_axis=0))
 
     return visitor.kernel(
         "long_spans", f"{by_tiles.loop}: in stretches", LONG_SPANS_WORDS[axis], _LONG_SPANS_WARPS, programs=programs,
@@ -263,13 +263,13 @@ def ends_kernel(visitor: Visitor, measuring: Measuring) -> Kernel:
     reads = measuring.kv_reads if axis == "kv" else measuring.q_reads
 
     def tiles(x: Sizes) -> float:
-        return x.r * x.B * (x.Hq if measuring.by_head else 1) * (x.nkv if axis == "kv" else x.nq)
+        return x.long_axis * x.B * (x.Hq if measuring.by_head else 1) * (x.nkv if axis == "kv" else x.nq)
 
     def programs(x: Sizes) -> float:
         return tiles(x) / STRETCH
 
     def read(x: Sizes) -> float:
-        return READ * reads * x.r * x.B * (x.T if axis == "kv" else x.L)
+        return READ * reads * x.long_axis * x.B * (x.T if axis == "kv" else x.L)
 
     def written(x: Sizes) -> float:
         return _bytes_of_ends(axis, measuring) * (tiles(x) + programs(x))
@@ -300,7 +300,7 @@ def lists_kernel(visitor: Visitor, measuring: Measuring) -> Kernel:
     axis, spans = visitor.axis, spans_kernel(visitor, measuring)
 
     def programs(x: Sizes) -> float:
-        return spans.programs(x._replace(r=0))  # of long axes too
+        return spans.programs(x._replace(long_axis=0))  # of long axes too
 
     def pairs(x: Sizes) -> float:
         """Pairs of tiles of the problem, each once for heads that see the same."""

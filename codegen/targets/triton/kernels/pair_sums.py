@@ -1,7 +1,8 @@
-"""What sums the gradients of reads of pairs, after the others (compiler/planning/tables.py): programs own pairs."""
+"""What sums the gradients of reads of pairs, after the others (planning/gradient_sums.py): programs own pairs."""
 
 from __future__ import annotations
 
+from .....compiler.planning.gradient_sums import DIAGONAL_PARTS
 from .....compiler.planning.kernel import Kernel, KernelId
 from .....compiler.planning.quantities import (
     ROW_STATISTIC,
@@ -18,7 +19,6 @@ from .....compiler.planning.quantities import (
 )
 from .....compiler.planning.records import Stage
 from .....compiler.planning.stage_words import AHEAD, Tiles, computes, keeps, loads, stores, weights_text
-from .....compiler.planning.tables import DIAGONAL_PARTS
 from ..features import OF_A_BACKWARD
 from .backward import dload
 

@@ -26,20 +26,20 @@ def split_programs(x: Sizes) -> float:
 
 def row_programs(x: Sizes) -> float:
     """One a row, where there is something to join."""
-    return x.d * x.B * x.Hq * x.L
+    return x.joined * x.B * x.Hq * x.L
 
 
 def parts_bytes(x: Sizes) -> float:
     """An output and a log-sum-exp of each part, float32."""
-    return x.d * x.S * ROW_STATISTIC * x.B * x.Hq * x.L * (x.Dv + 1)
+    return x.joined * x.S * ROW_STATISTIC * x.B * x.Hq * x.L * (x.Dv + 1)
 
 
 def split_written(x: Sizes) -> float:
-    return parts_bytes(x) + (1 - x.d) * (output_bytes(x) + row_bytes(x))
+    return parts_bytes(x) + (1 - x.joined) * (output_bytes(x) + row_bytes(x))
 
 
 def joined_written(x: Sizes) -> float:
-    return x.d * (output_bytes(x) + row_bytes(x))
+    return x.joined * (output_bytes(x) + row_bytes(x))
 
 
 def _split_forward(t: Tiles) -> list[Stage]:

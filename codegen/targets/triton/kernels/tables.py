@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from .....compiler.analysis.distances import ByDistance
+from .....compiler.analysis.values.distances import ByDistance
 from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import Kernel, KernelId
 from .....compiler.planning.quantities import Sizes, none

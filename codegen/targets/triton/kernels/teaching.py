@@ -60,7 +60,7 @@ _SWEEPS = "key tiles, and for each of them the query tiles that see it"
 
 def streaming_forward_sram(x: Sizes) -> float:
     """K and V stay; Q is loaded ahead; the running output is in registers while a tile is worked on."""
-    return x.h * x.bkv * (x.C + x.Cv) * x.e + x.s * x.bq * x.C * x.e + x.p * x.bq * x.bkv
+    return x.owned_in_sram * x.bkv * (x.C + x.Cv) * x.e + x.s * x.bq * x.C * x.e + x.score_bytes * x.bq * x.bkv
 
 
 def running_output(x: Sizes) -> float:
@@ -89,8 +89,8 @@ def streaming_forward_written(x: Sizes) -> float:
 
 
 def streaming_backward_sram(x: Sizes) -> float:
-    owned = x.h * x.bkv * (x.C + x.Cv) * x.e
-    return owned + x.s * x.bq * (x.C + x.Cv) * x.e + 2 * x.p * x.bq * x.bkv
+    owned = x.owned_in_sram * x.bkv * (x.C + x.Cv) * x.e
+    return owned + x.s * x.bq * (x.C + x.Cv) * x.e + 2 * x.score_bytes * x.bq * x.bkv
 
 
 def streaming_backward_read(x: Sizes) -> float:
@@ -150,7 +150,7 @@ def standard_dweights_read(x: Sizes) -> float:
 
 def standard_dscores_read(x: Sizes) -> float:
     """P, dP and delta; Q and K again where the score is not linear."""
-    return 2 * matrix_bytes(x) + queries_beside(x) * row_bytes(x) + x.w * standard_scores_read(x)
+    return 2 * matrix_bytes(x) + queries_beside(x) * row_bytes(x) + x.nonlinear * standard_scores_read(x)
 
 
 def standard_dquery_read(x: Sizes) -> float:
@@ -168,11 +168,11 @@ def value_flops(x: Sizes) -> float:
 
 def dscores_sram(x: Sizes) -> float:
     """Q and K, where the score is not linear."""
-    return x.w * product_sram(x)
+    return x.nonlinear * product_sram(x)
 
 
 def dscores_flops(x: Sizes) -> float:
-    return x.w * score_flops(x)
+    return x.nonlinear * score_flops(x)
 
 
 def head_running(x: Sizes) -> float:

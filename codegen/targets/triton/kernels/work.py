@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from .....compiler.analysis.records import Axis
+from .....compiler.analysis.tiles.results import Axis
 from .....compiler.planning.kernel import Kernel, KernelId
 from .....compiler.planning.quantities import Sizes, none
 from .....compiler.planning.records import Stage

@@ -3,9 +3,9 @@ tiles a mask visits. Their buffers, their grids, and where their programs look."
 
 from __future__ import annotations
 
-from .....compiler.analysis.measured import LIST_HEAD, LIST_ROOM, LONG_AXIS
-from .....compiler.analysis.records import Axis, TileProgram
-from .....compiler.analysis.survey import CELL
+from .....compiler.analysis.tiles.measured import LIST_HEAD, LIST_ROOM, LONG_AXIS
+from .....compiler.analysis.tiles.results import Axis, TileProgram
+from .....compiler.analysis.tiles.survey import CELL
 from .....compiler.planning.buffer import Buffer
 from .....compiler.planning.kernel import Kernel
 from .....compiler.planning.signature import MOST_SHORT

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .....compiler.analysis.distances import ByDistance
-from .....compiler.analysis.records import PAIR_KINDS
+from .....compiler.analysis.tiles.results import PAIR_KINDS
+from .....compiler.analysis.values.distances import ByDistance
 from .....compiler.planning.buffer import ALWAYS, NEVER, Buffer
+from .....compiler.planning.gradient_sums import DIAGONAL_PARTS, DIAGONAL_PROGRAMS, DIAGONAL_REGISTERS, MOST_LISTED, Way
 from .....compiler.planning.kernel import Kernel
-from .....compiler.planning.tables import DIAGONAL_PARTS, DIAGONAL_PROGRAMS, DIAGONAL_REGISTERS, MOST_LISTED, Way
 from .....compiler.planning.target import CallTensors, Named
 from .....ir.walk import loads
 from ....launch.adding import by_sequence, by_slot, reduced
@@ -180,7 +180,7 @@ class Sums(SummingPart):
 # -- texts that kernels of several targets have in common --------------------------------------------------------------
 def listed(job: Job, n: int, shape: tuple[str, ...], fill: str) -> list[Buffer]:
     """A list of sums, and of the entries that they belong to."""
-    entries = "int64" if job.signature.wide else "int32"
+    entries = "int64" if job.signature.offsets_64 else "int32"
     return [Buffer(f"sum{n}", shape, fill=fill), Buffer(f"entry{n}", shape, entries, fill)]
 
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
-from ...ir.errors import InternalError, WeftError
-from ...ir.expr import Call, Const, Expr, Load, Scalar, Symbol, symbol
-from ...ir.operators import OPERATORS
-from ...ir.walk import rewrite, scalars, substitute, tensors
-from .affine import Sum, at_most, choose, const, difference, make, maximum, minimum, name, plus
-from .records import Assign, Bounds, Interval, TileCounts, TileProgram
+from ....ir.errors import InternalError, WeftError
+from ....ir.expr import Call, Const, Expr, Load, Scalar, Symbol, symbol
+from ....ir.operators import OPERATORS
+from ....ir.walk import rewrite, scalars, substitute, tensors
+from ..values.affine import Sum, at_most, choose, const, difference, make, maximum, minimum, name, plus
+from .results import Assign, Bounds, Interval, TileCounts, TileProgram
 
 Value = int | float | bool
 MOST_EXACT = 4096  # tiles of the other axis that count_tiles runs one by one
@@ -407,11 +407,11 @@ def level_runs(ends: tuple[int, int], apart: int, step: int, block: int, over_q:
     ends: from which distance on, and up to which, pairs are level. apart: the distance of the first rows of both axes
     at tile 0, that of keys less that of queries where the tile's own rows are keys.
     """
-    far_from, far_to = ends
+    distant_from, distant_to = ends
     if over_q:
-        before, behind = max(apart - far_from + 1, 0) // block, -(-max(apart + step - 1 - far_to, 0) // block)
+        before, behind = max(apart - distant_from + 1, 0) // block, -(-max(apart + step - 1 - distant_to, 0) // block)
     else:
-        before, behind = max(apart + far_to + 1, 0) // block, -(-max(apart + step - 1 + far_from, 0) // block)
+        before, behind = max(apart + distant_to + 1, 0) // block, -(-max(apart + step - 1 + distant_from, 0) // block)
     return before, max(before, behind)
 
 

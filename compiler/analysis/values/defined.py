@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...ir.expr import Call, Const, Expr, Load, Scalar, Symbol, call
-from ...ir.operators import LARGEST_FLOOR, OPERATORS, Range
-from ...ir.walk import rebuild, symbols
-from .sizes import LARGEST_FLOAT, SMALLEST_FLOAT, USUAL_SIZE
+from ....ir.expr import Call, Const, Expr, Load, Scalar, Symbol, call
+from ....ir.operators import LARGEST_FLOOR, OPERATORS, Range
+from ....ir.walk import rebuild, symbols
+from .magnitudes import LARGEST_FLOAT, SMALLEST_FLOAT, USUAL_SIZE
 
 
 class Interval(NamedTuple):

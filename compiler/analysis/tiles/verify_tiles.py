@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...ir.errors import InternalError
-from ...ir.expr import SYMBOLS
-from ...ir.walk import symbols
-from .records import TileProgram
+from ....ir.errors import InternalError
+from ....ir.expr import SYMBOLS
+from ....ir.walk import symbols
+from .results import TileProgram
 
 _ENDS = {"kv": ("q_first", "q_last"), "q": ("kv_first", "kv_last", "q_offset")}
-_OF_PAIRS = {"qk", "q_pos", "kv_pos"}
+_PAIR_SYMBOLS = {"qk", "q_pos", "kv_pos"}
 
 
 def verify_tiles(program: TileProgram) -> TileProgram:
@@ -23,7 +23,7 @@ def verify_tiles(program: TileProgram) -> TileProgram:
 
 
 def _problems(program: TileProgram) -> Iterator[str]:
-    known = (set(SYMBOLS) - _OF_PAIRS) | {"block", "length", *_ENDS[program.axis]}
+    known = (set(SYMBOLS) - _PAIR_SYMBOLS) | {"block", "length", *_ENDS[program.axis]}
     made: set[str] = set()
     for line in program.body:
         if unknown := symbols(line.value) - known - made:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from ...ir.expr import Call, Expr
-from .affine import all_of, at_most, choose, const, difference, make, maximum, minimum, not_above
-from .records import Interval
+from ....ir.expr import Call, Expr
+from ..values.affine import all_of, at_most, choose, const, difference, make, maximum, minimum, not_above
+from .results import Interval
 
 MAX_INTERVALS = 4
 Choice: TypeAlias = Callable[..., Expr]  # minimum or maximum

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...ir.expr import Call, Const, Expr, Symbol, _result
-from ...ir.operators import OPERATORS, Number
-from ...ir.walk import children, rebuild
+from ....ir.expr import Call, Const, Expr, Symbol, _result
+from ....ir.operators import OPERATORS, Number
+from ....ir.walk import children, rebuild
 
 Key = tuple[str, ...]  # texts of the factors of a product, sorted; () for the constant
 Term = tuple[int, tuple[Expr, ...]]  # coefficient and factors

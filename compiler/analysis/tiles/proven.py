@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from ...ir.expr import Call, Expr, Load, Scalar, TensorOperand
-from ...ir.operators import OPERATORS
-from ...ir.walk import children
+from ....ir.expr import Call, Expr, Load, Scalar, TensorOperand
+from ....ir.operators import OPERATORS
+from ....ir.walk import children
 from .facts import Facts
-from .records import TileProgram
+from .results import TileProgram
 from .survey import Survey
 
 FILE = Path(__file__).with_name("proven.json")
@@ -127,7 +127,7 @@ def _digests() -> frozenset[str]:
 
 def write(names: Mapping[str, str]) -> None:
     """Replace the file: names of variants, for people, by digest."""
-    about = "Digests of tile programs that `make prove` proved sound (compiler/analysis/proven.py); written by it."
+    about = "Digests of tile programs that `make prove` proved sound (compiler/analysis/tiles/proven.py)."
     ordered = dict(sorted(names.items(), key=lambda item: item[::-1]))
     FILE.write_text(json.dumps({"about": about, "proven": ordered}, indent=1) + "\n", encoding="utf-8")
     _digests.cache_clear()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from ...ir.expr import Expr, Load
-from ...ir.normalizer import SOFTMAX, Normalizer
+from ....ir.expr import Expr, Load
+from ....ir.normalizer import SOFTMAX, Normalizer
 
 Axis = Literal["kv", "q"]
 TileSource = Literal["program", "spans", "lists"]  # where the tiles come from that a kernel visits
@@ -133,7 +133,7 @@ class Work:
 
 @dataclass(frozen=True)
 class TorchWork:
-    """Operations of torch over a tile of scores, whose prices differ by kind (planning/rates.py)."""
+    """Operations of torch over a tile of scores, whose prices differ by kind (planning/machines/rates.py)."""
 
     plain: int = 0  # sums, products and what else takes as long as reading and writing
     others: tuple[tuple[str, int], ...] = ()  # by kind: "exp2", "exp", "log", "tanh", ...

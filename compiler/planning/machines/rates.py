@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
-from ...ir.errors import WeftError
+from ....ir.errors import WeftError
 
 Library = Literal["torch", "onednn"]
 FORMAT = 1  # of the file
 KIB, MIB = 1024, 1024 * 1024
 WIDTH = 64  # head dimension of the tiles whose products are measured
-LEVELS = ("L1", "L2", "L3", "RAM")
+CACHE_LEVELS = ("L1", "L2", "L3", "RAM")
 # Exponentials (of 2) that take as long as an operation of each kind, where that was not measured beside them, as in
 # files from before: so it is on one core of an AMD EPYC (Zen 5) with torch 2.13.
 OPERATIONS = {
@@ -183,12 +183,12 @@ def text_of(found: Calibration) -> str:
     if isinstance(found.rates, CpuRates):
         r = found.rates
         rates = {
-            "cache_bytes": dict(zip(LEVELS, r.caches)),
+            "cache_bytes": dict(zip(CACHE_LEVELS, r.caches)),
             "one_core": {
                 "product_flops": _nested(r.products),
                 "attention_flops": dict(r.attention),
                 "attention_backward_flops": dict(r.attention_backward),
-                "pass_bytes_per_second": dict(zip(LEVELS, r.bandwidths)),
+                "pass_bytes_per_second": dict(zip(CACHE_LEVELS, r.bandwidths)),
                 "exp_per_second": r.exp_per_second,
                 "operations_per_second": dict(r.operations),
                 "call_seconds": r.call_seconds,
@@ -228,8 +228,8 @@ def calibration_of(text: str, place: str = "") -> Calibration:
     if here.kind == "cpu":
         caches, one, everyone = (top.inner(n) for n in ("cache_bytes", "one_core", "all_cores"))
         passes = one.inner("pass_bytes_per_second")
-        l1, l2, l3 = (caches.whole(n, least=int(n == "L2")) for n in LEVELS[:3])
-        in_l1, in_l2, in_l3, ram = (passes.rate(n) for n in LEVELS)
+        l1, l2, l3 = (caches.whole(n, least=int(n == "L2")) for n in CACHE_LEVELS[:3])
+        in_l1, in_l2, in_l3, ram = (passes.rate(n) for n in CACHE_LEVELS)
         rates = CpuRates(
             caches=(l1, l2, l3), products=_products(one.inner("product_flops")),
             attention=one.rates("attention_flops", empty=True), bandwidths=(in_l1, in_l2, in_l3, ram),
@@ -368,8 +368,8 @@ def rates_in_words(rates: CpuRates | GpuRates) -> list[tuple[str, str]]:
         ]
     best = {library: max(r.flops for r in rates.products if r.library == library) / 1e9
             for library in dict.fromkeys(r.library for r in rates.products)}  # fmt: skip
-    sizes = zip(LEVELS, rates.caches)
-    speeds = zip(LEVELS, rates.bandwidths, strict=True)
+    sizes = zip(CACHE_LEVELS, rates.caches)
+    speeds = zip(CACHE_LEVELS, rates.bandwidths, strict=True)
     own, back = (
         ", ".join(f"{dtype} {flops / 1e9:.0f}" for dtype, flops in each)
         for each in (rates.attention, rates.attention_backward)

@@ -31,8 +31,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from ...ir.errors import WeftError
-from .dtypes import dtype_named
+from ....ir.errors import WeftError
+from ..dtypes import dtype_named
 from .rates import KIB, MIB, Calibration, CpuRates, GpuRates, Machine, guessed_rates
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Hardware:
     launch_seconds: float = 3e-6  # from one kernel to the next in a stream
     figures: str = SHIPPED  # where they are from, for people
     cpu: CpuRates | None = None  # of a CPU: one core in detail
-    measured: GpuRates | None = None  # of a GPU, where it was calibrated
+    calibrated: GpuRates | None = None  # of a GPU, where it was calibrated
 
     @property
     def hbm_bytes_per_second(self) -> float:
@@ -76,7 +76,7 @@ class Hardware:
 
     def matrix_flops(self, dtype: str) -> float:
         """FLOP/s that long matrix products of this dtype reach."""
-        if self.measured and (found := self.measured.product_flops(dtype)):
+        if self.calibrated and (found := self.calibrated.product_flops(dtype)):
             return found
         of = dtype_named(dtype)
         return self.peak(of.units) * of.rate * self.matrix_sustained
@@ -448,7 +448,7 @@ def calibrated(record: Hardware, found: Calibration) -> Hardware:
         return cpu_with(found.rates, record.sms, record.memory_bytes, found.title)
     rates = found.rates
     return replace(
-        record, measured=rates, figures=found.title, hbm_sustained=rates.hbm / record.hbm_peak,
+        record, calibrated=rates, figures=found.title, hbm_sustained=rates.hbm / record.hbm_peak,
         exp_per_second=rates.exp_per_second, launch_seconds=rates.launch_seconds,
     )  # fmt: skip
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .kernel import Bound
-from .quantities import Formula, Sizes
+from ..kernel import Bound
+from ..quantities import Formula, Sizes
 from .rates import Library
 
 

@@ -12,14 +12,14 @@ from functools import cached_property, lru_cache
 from itertools import islice, repeat
 from typing import NamedTuple, TypeAlias
 
-from ...ir.errors import WeftError
-from ...ir.expr import Call, Expr, Load, Symbol
-from ...ir.operators import OPERATORS
-from ...ir.walk import loads, nodes, scalars, symbols, tensors
-from .affine import is_bool
-from .records import Axis, Measuring, TileCounts, TileProgram
+from ....ir.errors import WeftError
+from ....ir.expr import Call, Expr, Load, Symbol
+from ....ir.operators import OPERATORS
+from ....ir.walk import loads, nodes, scalars, symbols, tensors
+from ..values.affine import is_bool
+from .programs import Environment, Value, _function, _operand, _values
+from .results import Axis, Measuring, TileCounts, TileProgram
 from .survey import CELL, Survey
-from .tiles import Environment, Value, _function, _operand, _values
 
 LONG_AXIS = 1 << 14  # positions above which an axis is long: ends of its tiles are written before tiles are measured
 LIST_HEAD = 4  # numbers before the tiles of a list

@@ -6,12 +6,12 @@ others of what half a million sums took alone.
 
 from __future__ import annotations
 
-from ..analysis.facts import Facts
-from ..analysis.records import PAIR_KINDS
+from ..analysis.tiles.facts import Facts
+from ..analysis.tiles.results import PAIR_KINDS
+from .gradient_sums import DIAGONAL_PARTS, ways_of
 from .plan import Sums
 from .records import Quantity, Shape
 from .signature import Signature
-from .tables import DIAGONAL_PARTS, ways_of
 
 LAST = 5e-6  # seconds: of the last sum of all, and of those of rows and keys that lie as the operand does
 PUT = 1.26e-9  # of a sum of a row or key that lies otherwise, by index_put_, which sorts

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal as Choice
 
-from ...ir.errors import InternalError
-from ...ir.expr import Call, Const, Expr, Symbol, symbol
-from ...ir.operators import OPERATORS
-from ...ir.walk import nodes, rewrite, substitute, symbols
-from .affine import (
+from ....ir.errors import InternalError
+from ....ir.expr import Call, Const, Expr, Symbol, symbol
+from ....ir.operators import OPERATORS
+from ....ir.walk import nodes, rewrite, substitute, symbols
+from ..values.affine import (
     Sum,
     all_of,
     at_most,
@@ -34,14 +34,14 @@ from .affine import (
     plus,
     simplified,
 )  # fmt: skip
-from .interval_arithmetic import Range, Tile, range_over
+from ..values.interval_arithmetic import Range, Tile, range_over
+from ..values.ranges import fits_64_bits, has_64_bits
 from .intervals import MAX_INTERVALS, Axis, few, limit, merged, without
-from .ranges import fits_64_bits, has_64_bits
-from .records import Bounds, Interval
+from .results import Bounds, Interval
 
 _MAX_TERMS = 16
 _MAX_HIDDEN = 3
-_FAR = 2**31  # one more than the largest int of a mask
+_BEYOND_INT32 = 2**31  # one more than the largest int of a mask
 _LOOSE = "the mask has too many alternatives: parts of it are left out of its bounds"
 _HULL = f"the mask has more than {MAX_INTERVALS} intervals: the last ones share one that may hold empty tiles"
 _TOO_FAR = "ends of an interval might not fit in 64 bits: they skip no tile"
@@ -284,7 +284,7 @@ class _Solver:
                 # a // d <= u  is  a < d * (u + 1);  a // d >= v  is  a >= d * v   (d > 0). Where that may leave 64
                 # bits the limit is cut: beyond all that a // d can be, which has 32, any limit says the same.
                 if not (has_64_bits(a) or fits_64_bits((limit * Sum.of(d)).expr, self.checked)):
-                    limit = Sum.of(minimum(maximum(limit.expr, const(-_FAR - 1)), const(_FAR)))
+                    limit = Sum.of(minimum(maximum(limit.expr, const(-_BEYOND_INT32 - 1)), const(_BEYOND_INT32)))
                 scaled = limit.shifted(1 if upper else 0) * Sum.of(d)
                 gap = Sum.of(a) - scaled.shifted(-1) if upper else scaled - Sum.of(a)
                 return self.at_most_zero(gap, assume, node)

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...ir.expr import Load
-from ..analysis.places import differ_by_head, differ_by_pair, read_once, summed_over
-from ..analysis.records import PAIR_KINDS, GradientKind
+from ..analysis.tiles.results import PAIR_KINDS, GradientKind
+from ..analysis.values.places import differ_by_head, differ_by_pair, read_once, summed_over
 from .signature import Signature
 
 Owner = Literal["queries", "pairs", "diagonals"]

@@ -125,7 +125,7 @@ def _block(
 
 
 # -- masks that are added to scores ------------------------------------------------------------------------------------
-FEW = 1 << 13  # pairs up to which one slow operation takes less than three fast ones
+SMALL_TILE = 1 << 13  # pairs up to which one slow operation takes less than three fast ones
 _INTS = {torch.float32: (torch.int32, -(2**23)), torch.float64: (torch.int64, -(2**52))}  # and the bits of -inf
 
 
@@ -133,7 +133,7 @@ def as_added(seen: Tensor | bool, dtype: torch.dtype) -> Tensor:
     """What is added to scores: 0 where a pair is seen, -inf where it is not. dtype: float32 or float64."""
     if not isinstance(seen, Tensor):
         seen = torch.as_tensor(seen)
-    if seen.numel() <= FEW:
+    if seen.numel() <= SMALL_TILE:
         return torch.where(seen, *_zero_and_hidden(dtype))
     whole, hidden = _INTS[dtype]  # torch.where takes a nanosecond a pair
     return seen.to(whole).sub_(1).bitwise_and_(hidden).view(dtype)

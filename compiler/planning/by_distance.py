@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ...ir.expr import Const, Expr, Load
 from ...ir.walk import loads, symbols
-from ..analysis.distances import DISTANCE, ByDistance, levels_off, of_distance, parts_by_distance, replaced
-from ..analysis.facts import Facts
+from ..analysis.tiles.facts import Facts
+from ..analysis.values.distances import DISTANCE, ByDistance, levels_off, of_distance, parts_by_distance, replaced
 from .kernel import Algorithm
 from .plan import CodePlan
 from .signature import Signature
@@ -20,7 +20,7 @@ def tables_of(facts: Facts, algorithm: Algorithm, signature: Signature) -> tuple
     None where few queries would read little of a table, nor where positions differ from row to row in a way that the
     host does not know. In sequences of their own lengths a table serves all of them.
     """
-    if algorithm != "flash" or signature.few or signature.offset == "per_row" or not facts.score_by_distance:
+    if algorithm != "flash" or signature.few_queries or signature.offset == "per_row" or not facts.score_by_distance:
         return ()
     found = facts.score_by_distance
     if signature.direction == "backward":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...ir.expr import Call, Expr, Load, Symbol
-from ...ir.walk import loads, rewrite, substitute, symbols
+from ....ir.expr import Call, Expr, Load, Symbol
+from ....ir.walk import loads, rewrite, substitute, symbols
 from .affine import Sum, const, difference, make, name, simplified
 
 POSITIONS = frozenset({"q_pos", "kv_pos"})
@@ -20,8 +20,8 @@ def index_symbols(load: Load) -> frozenset[str]:
 def by_difference(load: Load) -> bool:
     """Whether q_pos and kv_pos reach the index as q_pos - kv_pos alone, so that a diagonal of pairs reads one place.
 
-    >>> from ...ir.parse import parse
-    >>> from ...ir.expr import tensor
+    >>> from ....ir.parse import parse
+    >>> from ....ir.expr import tensor
     >>> by_difference(parse("t[head, maximum(2 * q_pos - 2 * kv_pos, 0)]", {"t": tensor("t", 2)}))
     True
     >>> by_difference(parse("t[q_pos // 2, kv_pos]", {"t": tensor("t", 2)}))
@@ -67,8 +67,8 @@ def rows_of_boxes(load: Load) -> int | None:
 
     What indexes the others is one number for a tile. None where a tile reads something else.
 
-    >>> from ...ir.parse import parse
-    >>> from ...ir.expr import tensor
+    >>> from ....ir.parse import parse
+    >>> from ....ir.expr import tensor
     >>> rows_of_boxes(parse("b[batch, q_pos + 3, head // 2, kv_pos]", {"b": tensor("b", 4)}))
     1
     >>> rows_of_boxes(parse("b[q_pos // 2, kv_pos]", {"b": tensor("b", 2)}))
@@ -94,8 +94,8 @@ def differ_by_head(load: Load) -> bool:
 def read_once(load: Load) -> bool:
     """Whether no entry is read by two pairs of whatever heads, so that nothing is summed.
 
-    >>> from ...ir.parse import parse
-    >>> from ...ir.expr import tensor
+    >>> from ....ir.parse import parse
+    >>> from ....ir.expr import tensor
     >>> read_once(parse("b[batch, head, q_pos, kv_pos]", {"b": tensor("b", 4)}))
     True
     >>> read_once(parse("b[0, head, q_pos, kv_pos]", {"b": tensor("b", 4)}))

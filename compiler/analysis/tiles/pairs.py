@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from .measured import Column, _each
-from .records import TileProgram
-from .tiles import Environment, _values
+from .programs import Environment, _values
+from .results import TileProgram
 
 MOST_ROWS = 1 << 16  # of queries that are looked at one by one: a tenth of a second
 

@@ -10,17 +10,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial, reduce
 
-from ...ir.attention import Attention
-from ...ir.canonical import canonical
-from ...ir.expr import Call, Const, Expr, Load, Symbol, call, symbol
-from ...ir.walk import children, loads, substitute, symbols
-from .affine import const, make
+from ....ir.attention import Attention
+from ....ir.canonical import canonical
+from ....ir.expr import Call, Const, Expr, Load, Symbol, call, symbol
+from ....ir.walk import children, loads, substitute, symbols
+from ..values.affine import const, make
+from ..values.defined import is_below_inf, is_below_inf_at_last, is_number
+from ..values.distances import DISTANCE, ByDistance, parts_by_distance, with_tables
+from ..values.magnitudes import NEAR_0, holds, is_clearly_positive, largest, size
+from ..values.places import POSITIONS, by_difference, index_symbols, rows_of_boxes
 from .bounds import anywhere, kv_bounds, q_bounds
-from .defined import is_below_inf, is_below_inf_at_last, is_number
-from .distances import DISTANCE, ByDistance, parts_by_distance, with_tables
 from .measured import measuring
-from .places import POSITIONS, by_difference, index_symbols, rows_of_boxes
-from .records import (
+from .pair_work import slope_work_of, torch_slope_work_of, torch_work_of, work_of
+from .programs import tile_program
+from .results import (
     BehindRows,
     Bounds,
     GradientKind,
@@ -32,11 +35,8 @@ from .records import (
     Traits,
     Work,
 )
-from .sizes import FAR, holds, is_clearly_positive, largest, size
 from .survey import Survey, survey
-from .tiles import tile_program
-from .verify import verify_tiles
-from .work import slope_work_of, torch_slope_work_of, torch_work_of, work_of
+from .verify_tiles import verify_tiles
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Facts:
         score = self.attention.folded_score
         if not _may_be_linear(score):
             return None
-        from .symbolic import simplify  # lazy: imports sympy, which plain scores do without
+        from ..values.symbolic import simplify  # lazy: imports sympy, which plain scores do without
 
         slope = self.score_derivative
         if symbols(slope) & {"qk", "q_pos", "kv_pos"}:
@@ -104,10 +104,10 @@ class Facts:
         ALiBi does, leaves it there.
         """
         score, mask = self.attention.folded_score, self.attention.folded_mask
-        if not self.attention.weighs.saves_lse or self.linear_scale is not None or size(score) <= FAR:
+        if not self.attention.weighs.saves_lse or self.linear_scale is not None or size(score) <= NEAR_0:
             return False
         own = {"kv_pos": symbol("q_pos")}
-        return not (holds(substitute(mask, own)) and size(substitute(score, own)) <= FAR)
+        return not (holds(substitute(mask, own)) and size(substitute(score, own)) <= NEAR_0)
 
     @cached_property
     def first_key_is_seen(self) -> bool:
@@ -181,7 +181,7 @@ class Facts:
     @cached_property
     def score_derivative(self) -> Expr:
         """d score / d qk."""
-        from .symbolic import derivative  # lazy: imports sympy
+        from ..values.symbolic import derivative  # lazy: imports sympy
 
         return derivative(self.attention.folded_score, symbol("qk"))
 
@@ -239,7 +239,7 @@ class Facts:
         """d score / d qk over the symbols of these tables: none of them has qk in it."""
         if not tables:
             return self.score_derivative
-        from .symbolic import derivative  # lazy: imports sympy
+        from ..values.symbolic import derivative  # lazy: imports sympy
 
         return derivative(with_tables(self.attention.folded_score, tables), symbol("qk"))
 
@@ -288,7 +288,7 @@ class Facts:
         found = [(load, kind) for load, kind in self.gradient_kinds if load.tensor.name in operands]
         if not found:
             return ()
-        from .symbolic import derivative  # lazy: imports sympy, which a score without reads does without
+        from ..values.symbolic import derivative  # lazy: imports sympy, which a score without reads does without
 
         for load, kind in found:
             if (load.text, kind) not in known:

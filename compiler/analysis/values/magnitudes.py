@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from ...ir.canonical import canonical
-from ...ir.expr import Call, Const, Expr, Symbol
+from ....ir.canonical import canonical
+from ....ir.expr import Call, Const, Expr, Symbol
 from .affine import at_most, const, make, simplified
 from .ranges import has_64_bits
 
-FAR = 1000.0  # of scores: roundings of a log-sum-exp of this size change weights by 2**-13 at most
+NEAR_0 = 1000.0  # of scores: roundings of a log-sum-exp of this size change weights by 2**-13 at most
 _BOUNDED = {"tanh": 1.0, "sigmoid": 1.0, "sin": 1.0, "cos": 1.0}
 
 

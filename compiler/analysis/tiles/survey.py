@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import TypeAlias
 
-from ...ir.canonical import canonical
-from ...ir.expr import Call, Const, Expr, Load, Symbol
-from ...ir.operators import OPERATORS
-from ...ir.walk import children, loads, nodes, substitute, symbols
-from .affine import choose, const, is_bool, make, name
+from ....ir.canonical import canonical
+from ....ir.expr import Call, Const, Expr, Load, Symbol
+from ....ir.operators import OPERATORS
+from ....ir.walk import children, loads, nodes, substitute, symbols
+from ..values.affine import choose, const, is_bool, make, name
 
 Range: TypeAlias = tuple[Expr, Expr]  # least and greatest value over both tiles
 _AXES = {"q_pos": "q", "kv_pos": "kv"}

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TypeAlias
 
-from ...ir.errors import counted
-from ...ir.expr import INT32_MAX, Call, Const, Expr, Load, Scalar, Symbol
-from ...ir.operators import LARGEST_FLOOR, OPERATORS, Range
-from ...ir.walk import children, nodes, scalars, symbols
+from ....ir.errors import counted
+from ....ir.expr import INT32_MAX, Call, Const, Expr, Load, Scalar, Symbol
+from ....ir.operators import LARGEST_FLOOR, OPERATORS, Range
+from ....ir.walk import children, nodes, scalars, symbols
 
 Ranges: TypeAlias = dict[str, Range]  # of symbols and int scalars, by name
 Extents: TypeAlias = Mapping[str, tuple[int, ...]]  # shapes of tensor operands, by name

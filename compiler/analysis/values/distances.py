@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...ir.expr import Call, Const, Expr, Load, Symbol
-from ...ir.operators import OPERATORS
-from ...ir.walk import children, rebuild, rewrite, substitute, symbols
+from ....ir.expr import Call, Const, Expr, Load, Symbol
+from ....ir.operators import OPERATORS
+from ....ir.walk import children, rebuild, rewrite, substitute, symbols
 from .affine import make, name
 from .places import POSITIONS, collected
 
@@ -47,8 +47,8 @@ class ByDistance:
 def parts_by_distance(exprs: Sequence[Expr]) -> tuple[ByDistance, ...]:
     """The largest parts that are worth a table, each once, in order.
 
-    >>> from ...ir.parse import parse
-    >>> from ...ir.expr import tensor
+    >>> from ....ir.parse import parse
+    >>> from ....ir.expr import tensor
     >>> found = parts_by_distance([parse("score + 0.5 * t[head, minimum(q_pos - kv_pos, 9)]", {"t": tensor("t", 2)})])
     >>> found[0].part, found[0].value
     (0.5 * t[head, minimum(q_pos - kv_pos, 9)], 0.5 * t[head, minimum(distance, 9)])
@@ -102,7 +102,7 @@ def of_distance(node: Expr) -> Expr | None:
 def levels_off(value: Expr) -> bool:
     """Whether the value may stay what it is from some distance on: clamped, in the last of buckets, looked up.
 
-    >>> from ...ir.parse import parse
+    >>> from ....ir.parse import parse
     >>> levels_off(parse("minimum(q_pos - kv_pos, 9)")), levels_off(parse("abs(q_pos - kv_pos)"))
     (True, False)
     """

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ...ir.expr import Call, Expr, Symbol
-from ...ir.walk import symbols
+from ....ir.expr import Call, Expr, Symbol
+from ....ir.walk import symbols
 from .affine import Sum, choose, const, is_positive, make, maximum, minimum, plus, simplified
 
 Range: TypeAlias = tuple[Expr, Expr]

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from ...ir.expr import Call, Const, Expr, Load
-from ...ir.walk import children, loads, nodes, symbols
-from .places import POSITIONS, by_difference
-from .records import TorchWork, Work
+from ....ir.expr import Call, Const, Expr, Load
+from ....ir.walk import children, loads, nodes, symbols
+from ..values.places import POSITIONS, by_difference
+from .results import TorchWork, Work
 
 # (results of special function units, other instructions) of operators; any other one is an instruction.
 _COSTS = {
@@ -28,7 +28,7 @@ def work_of(roots: Iterable[Expr], tables: int = 0) -> Work:
     roots = tuple(roots)
     special, other, reads, gathers = 0, _ADDRESS * tables, 0, tables
     keys, queries = (sum(_read_by(load) == {axis} for load in _loads(roots)) for axis in ("kv_pos", "q_pos"))
-    for node in _of_pairs(roots):
+    for node in _pair_nodes(roots):
         if isinstance(node, Load):
             other += _ADDRESS
             reads, gathers = (reads, gathers + 1) if by_difference(node) else (reads + 1, gathers)
@@ -50,7 +50,7 @@ def _read_by(load: Load) -> frozenset[str]:
 def slope_work_of(score: Expr) -> Work:
     """What the slope of a score in q.k takes besides the score: its functions again, and how these grow."""
     special = other = 0
-    for node in _of_pairs([score]):
+    for node in _pair_nodes([score]):
         if isinstance(node, Call) and node.op in _COSTS and not _by_constant(node) and symbols(node) & {"qk", "score"}:
             special, other = special + _COSTS[node.op][0], other + _SLOPE + _COSTS[node.op][1]
     return Work(special, other, 0, 0)
@@ -72,12 +72,12 @@ _READ = "compare"  # a read of a tensor by index takes about as long as a compar
 
 def torch_work_of(roots: Iterable[Expr]) -> TorchWork:
     """What the expressions take for each pair, together, each different one once."""
-    return _torch_work(_of_pairs(roots))
+    return _torch_work(_pair_nodes(roots))
 
 
 def torch_slope_work_of(score: Expr) -> TorchWork:
     """What the slope of a score in q.k takes besides the score: values that it reads, and how functions grow."""
-    bent = [node for node in _of_pairs([score]) if isinstance(node, Call) and _reads_qk(node) and _bends(node)]
+    bent = [node for node in _pair_nodes([score]) if isinstance(node, Call) and _reads_qk(node) and _bends(node)]
     read = {v.text: v for node in bent for c in children(node) for v in nodes(c)}
     read |= {node.text: node for node in bent if node.op in _OWN_VALUE}
     found = _torch_work([node for node in read.values() if _reads_qk(node)])
@@ -119,7 +119,7 @@ def _bends(node: Call) -> bool:
     return _differs(symbols(other))
 
 
-def _of_pairs(roots: Iterable[Expr]) -> list[Expr]:
+def _pair_nodes(roots: Iterable[Expr]) -> list[Expr]:
     """The different nodes that differ from pair to pair."""
     found = {node.text: node for root in roots for node in nodes(root)}
     return [n for n in found.values() if _differs(symbols(n))]

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from ...ir.expr import Call, Expr, Load, Symbol
-from ...ir.operators import OPERATORS
-from ...ir.walk import children, names, nodes, rebuild, symbols
+from ....ir.expr import Call, Expr, Load, Symbol
+from ....ir.operators import OPERATORS
+from ....ir.walk import children, names, nodes, rebuild, symbols
 
 
 def shared(exprs: Sequence[Expr]) -> tuple[list[tuple[str, Expr]], list[Expr]]:
@@ -17,7 +17,7 @@ def shared(exprs: Sequence[Expr]) -> tuple[list[tuple[str, Expr]], list[Expr]]:
     An operator or tensor read whose text occurs twice or more (in one expression or in several) gets a name `t0`,
     `t1`, ... that is not used in `exprs`; each value may use the names before it. Leaves are never named.
 
-    >>> from ...ir.parse import parse
+    >>> from ....ir.parse import parse
     >>> shared([parse("tanh(score) * 2.0"), parse("1.0 - tanh(score) * tanh(score)")])
     ([('t0', tanh(score))], [t0 * 2.0, 1.0 - t0 * t0])
     """
@@ -51,8 +51,8 @@ def names_that_decide(
 
     assignments, results: as of `shared`; all_of_them: the results decide something themselves.
 
-    >>> from ...ir.parse import parse
-    >>> from ...ir.expr import scalar
+    >>> from ....ir.parse import parse
+    >>> from ....ir.expr import scalar
     >>> names = {n: scalar(n, float) for n in ("t0", "t1", "t2")}
     >>> values = [("t0", parse("q_pos / 7")), ("t1", parse("t0 * 2.0", names)), ("t2", parse("q_pos / 5"))]
     >>> sorted(names_that_decide(values, [parse("floor(t1 + 1.0) * t2", names)]))
@@ -75,7 +75,7 @@ def of_positions(exprs: Sequence[Expr]) -> tuple[list[tuple[Symbol, Expr]], list
 
     Gives names for them and `exprs` in terms of these. The name of an int that is used among floats is a float.
 
-    >>> from ...ir.parse import parse
+    >>> from ....ir.parse import parse
     >>> of_positions([parse("score + 0.5 * (kv_pos - q_pos)")])
     ([(part0, 0.5 * (kv_pos - q_pos))], [score + part0])
     """

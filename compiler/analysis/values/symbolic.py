@@ -21,12 +21,12 @@ from functools import cache
 
 import sympy
 
-from ...ir.canonical import canonical
-from ...ir.errors import InternalError, WeftError
-from ...ir.expr import Call, Const, Expr, Load, Scalar, Symbol, call
-from ...ir.operators import OPERATORS, STRUCTURAL, Operator
-from ...ir.parse import parse
-from ...ir.walk import nodes, rebuild, symbols
+from ....ir.canonical import canonical
+from ....ir.errors import InternalError, WeftError
+from ....ir.expr import Call, Const, Expr, Load, Scalar, Symbol, call
+from ....ir.operators import OPERATORS, STRUCTURAL, Operator
+from ....ir.parse import parse
+from ....ir.walk import nodes, rebuild, symbols
 
 _COMPARISONS = {"lt": lambda d: d < 0, "le": lambda d: d <= 0, "eq": lambda d: d == 0, "ne": lambda d: d != 0,
                 "gt": lambda d: d > 0, "ge": lambda d: d >= 0}  # fmt: skip
@@ -39,7 +39,7 @@ def simplify(expr: Expr) -> Expr:
     both sides are finite; factors that a whole tile shares come first in a product, so that they are multiplied once;
     functions keep their form, so that equal parts of different expressions have equal text.
 
-    >>> from ...ir.parse import parse
+    >>> from ....ir.parse import parse
     >>> simplify(parse("(kv_pos - q_pos) * 2 + q_pos * 2 + score / 8.0 + 0.0"))
     0.125 * score + 2 * kv_pos
     """
@@ -57,7 +57,7 @@ def derivative(expr: Expr, target: Expr) -> Expr:
     others are constants. At a kink the derivative is torch's: `abs` 0 at 0, `minimum` and `maximum` half and half at
     a tie, `where` that of the branch taken, `floor` and comparisons 0.
 
-    >>> from ...ir.expr import symbol
+    >>> from ....ir.expr import symbol
     >>> x = symbol("score")
     >>> derivative(50.0 * call("tanh", x / 50.0), x)
     1.0 - tanh(0.02 * score) * tanh(0.02 * score)
