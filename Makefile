@@ -3,6 +3,7 @@
 #   make demo      train a small GPT with a generated attention op      (two minutes on two cores, uses a GPU if there is one)
 #   make test      tests that need no GPU: thirteen minutes on two cores
 #   make test-all  these, and more variants and widths of the same       (half an hour)
+#   make near FILE=ir/expr.py      tests that cover a file, in under a minute
 #   make lint      ruff and mypy                                        make format   rewrite in the project's format
 #   make prove     z3 proves the tiles of masks sound, and explain says of which (a quarter of an hour; JOBS= processes,
 #                  RANDOM= masks besides those of the library)
@@ -19,7 +20,7 @@
 # Settings: PYTHON=python3.12; WORKERS= and GPU_WORKERS= (no pytest-xdist); WEFT_SYSTEM_PYTHON=1 (use $(PYTHON) itself, make no .venv).
 
 PYTHON ?= python3
-WORKERS ?= -n 2
+WORKERS ?= -n 2 --dist worksteal
 # seconds of one test: what hangs is a failure
 TIMEOUT ?= 900
 CASES ?= 2000
@@ -48,17 +49,20 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/is-ready
 endif
 
-.PHONY: demo test test-all lint format same prove fuzz bench bench-cpu gpu-test gpu-test-all gpu-sanitize clean
+.PHONY: demo test test-all near lint format same prove fuzz bench bench-cpu gpu-test gpu-test-all gpu-sanitize clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
 	$(RUN) examples/demo.py
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) --timeout $(TIMEOUT) -m "not gpu and not thorough" tests
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) --timeout $(TIMEOUT) -m "not thorough" --ignore tests/gpu tests
 
 test-all: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) --timeout $(TIMEOUT) -m "not gpu" tests
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) --timeout $(TIMEOUT) --ignore tests/gpu tests
+
+near: $(READY)
+	$(RUN) -m tests.near $(FILE)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -221,7 +221,7 @@ class Attention(Methods, Declaration):
         read = _read_by_kernels(options) if READ_BY_KERNELS and options is not PLAIN else None
         call = Call(query, key, value, rope, given, sequences, choices, head_dim or query.shape[3], read)
         try:
-            found = ops.run(self._variant, call)
+            found = ops.run(self._variant, call, options.return_lse)
         except WeftError:
             raise
         except (RuntimeError, TypeError, LookupError, ArithmeticError, ValueError, AttributeError) as error:

@@ -191,9 +191,9 @@ def mask(ctx: click.Context, block_q: int, block_kv: int, head: int, batch_row: 
 def tune(ctx: click.Context, target: str | None, algorithm: Algorithm) -> None:
     """Time the forms of kernels worth trying on this machine and remember the fastest.
 
-    Keys of few queries are divided by kernels of their own (schedule split_kv), which are not timed: decode keeps the
-    form that its target chooses, and so does the short side of a call that mixes chunks of prompts and single tokens
-    over pages. Its long side takes what is found for flash.
+    Keys of few queries are divided by kernels of their own (schedule split_kv), which are not timed. Decode keeps the
+    form that its target chooses. So does the short side of a call that mixes chunks of prompts and single tokens over
+    pages. Its long side takes what is found for flash.
 
     Tensor operands are drawn at random, whether --set NAME=random says so or not. What is found serves calls whose
     queries and keys are about as many: up to 1.4 times more or less.
@@ -458,8 +458,16 @@ def calibrate(device: str | None, output: str | None) -> None:
 # -- doctor ----------------------------------------------------------------------------------------------------------
 @main.command()
 @click.option("--run", "runs", is_flag=True, help="Also compute a small call on each target that works here.")
-def doctor(runs: bool) -> None:
+@click.option("--matrix", "asks", is_flag=True, help="Print what each target computes, on this machine or not.")
+def doctor(runs: bool, asks: bool) -> None:
     """Say what this machine is, which targets work on it and why others do not, and in what state the cache is."""
+    if asks:
+        from .matrix import matrix  # lazy: nothing else asks for it
+
+        with _busy("asking each target"):
+            text = matrix()
+        click.echo(text, nl=False)
+        return
     for title, rows in (
         ("settings", setting_rows()),
         ("machine", machine_rows()),

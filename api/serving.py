@@ -70,7 +70,7 @@ class Server:
     model: computes the new rows of a step, appending to its cache; on a GPU `Graphed(model, cache)` saves the time of
     launching its kernels one by one. most: sequences at once. chunk: prompt tokens of a
     step. temperature: of drawing tokens; 0 takes the likeliest. mixed: chunks of prompts are computed in one packed
-    step, together with the tokens of all others, and not before them; `model` then takes tokens [1, total], as packed
+    step, together with the tokens of all others, and not before them. `model` then takes tokens [1, total], as packed
     steps are, and `last` has rows of the one batch row. Steps without prompts are padded in any case.
     """
 

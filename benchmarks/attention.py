@@ -12,6 +12,7 @@ that cannot do a row, or fails, shows why.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import re
 import sys
 import time
@@ -41,7 +42,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-host-time", action="store_true", help="leave out the host time of a call")
     parser.add_argument("--seconds", type=float, default=460, help="time budget; what it does not cover is listed")
     parser.add_argument("--json", type=Path, metavar="PATH")
-    parser.add_argument("--markdown", type=Path, metavar="PATH", help="tables for docs/performance.md")
+    parser.add_argument("--markdown", type=Path, metavar="PATH", help="the same tables as Markdown")
     found = parser.parse_args(words)
     found.columns = tuple(filter(None, found.columns.split(",")))
     if unknown := [column for column in found.columns if column not in COLUMNS]:
@@ -59,9 +60,10 @@ def machine_line() -> str:
     import triton
 
     cudnn = torch.backends.cudnn.version()
+    peers = importlib.metadata.distributions(name="flash-attn-4")  # none where it is not installed
     return (
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, "
-        f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
+        f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}" + "".join(f", {d.name} {d.version}" for d in peers)
     )
 
 

@@ -174,7 +174,7 @@ def as_table(grid: Grid) -> Table:
 
 
 def as_markdown(report: Report) -> str:
-    """The tables as docs/performance.md holds them."""
+    """The same tables as Markdown."""
     parts = [f"{_ceiling_line(report)}\n", f"Made by `{report.command}`.\n"]
     for grid in grids(report):
         parts += [f"### {grid.title}\n", _markdown_table(grid)]

@@ -69,7 +69,7 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    """Those of the table in docs/performance.md."""
+    """Those of the tables in docs/performance.md."""
     yield from (Row("causal", 2048), Row("causal", 8192, batch=1, heads=4, kv_heads=4))
     yield from (Row(name, 8192, batch=1, heads=4, kv_heads=4) for name in ("window", "documents"))
     yield from (Row(name, 2048) for name in ("softcap", "alibi"))

@@ -1,4 +1,4 @@
-"""Predicted times beside measured ones: every row of docs/performance.md that names a kernel of Weft.
+"""Predicted times beside measured ones: every stored row of an H200 that names a kernel of Weft.
 
     python benchmarks/model.py              each row, then median and worst error
     python benchmarks/model.py --cpu        calls of target cpu on this machine, timed now, on one thread and on two
@@ -17,11 +17,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from bench_results import FITTED, Result, stored
 from bench_rows import ROWS, Row
 from bench_variants import weft_variant
 from torch import Tensor
@@ -42,18 +42,7 @@ from weft.compiler.planning.segments import Segments
 
 FLASH = KERNELS["flash"]
 
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-TRIALS = PAGE.with_name("experiments.md")  # has the table of tilings
 DEVICE = "h200"
-# Names of rows in the tables that are not those of bench_rows.
-RENAMED = {
-    "D64 H16 S1024 B64 causal (a layer of GPT-2 medium)": "D64 H16 S1024 B64 causal",
-    "D128 H16 S8192 sink (f)": "D128 H16 S8192 sink",
-    "D128 H16 S8192 documents 1024 (e)": "D128 H16 S8192 documents 1024",
-    "D128 H16, 16k tokens in 16 sequences": "D128 H16 S16384 packed 1024",
-    "D128 H8, 524k tokens in 64 of 1 to 16k": "D128 H8 S524288 B1 ragged 64",
-    "D128 H8, 606k tokens in 64 of 9475": "D128 H8 S606400 B1 packed 9475",
-}
 BY_NAME = {row.name: row for row in ROWS}
 
 
@@ -72,85 +61,39 @@ class Measured:
         return f"{self.target:6} {self.direction:8} {self.name}" + " repeats" * bool(self.deterministic)
 
 
-def tables(text: str) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Titles and rows of every table of a page."""
-    titles: list[str] | None = None
-    rows: list[list[str]] = []
-    for line in [*text.splitlines(), ""]:
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else None
-        if cells is None:
-            if titles is not None:
-                yield titles, rows
-            titles, rows = None, []
-        elif titles is None:
-            titles = cells
-        elif not set("".join(cells)) <= set("-: "):
-            rows.append(cells)
+TARGETS = {"weft_hopper": ("hopper", None), "weft_triton": ("triton", None), "weft_repeats": ("hopper", True)}
 
 
-def measured(text: str) -> list[Measured]:
-    """All times of a page, from the rates that it has them as."""
+def measured(results: Sequence[Result]) -> list[Measured]:
+    """All times, from the rates that they are stored as; of rows of several runs the newest counts."""
     found: dict[tuple[str, str, str, bool | None], Measured] = {}
 
-    def add(name: str, row: Row, direction: str, target: str, rate: str, repeats: bool | None = None) -> None:
-        if number := re.match(r"(\d+)", rate):
-            seconds = row.flops(direction) / (float(number[1]) * 1e12)
-            # of rows in several tables the first holds
-            found.setdefault(
-                (row.name, direction, target, repeats), Measured(name, row, direction, target, seconds, repeats)
-            )
+    def add(name: str, row: Row, target: str, rates: Sequence[float | None], repeats: bool | None = None) -> None:
+        for direction, rate in zip(("forward", "backward"), rates):
+            if rate is not None and not (repeats and direction == "forward"):  # a forward repeats in any case
+                seconds = row.flops(direction) / (rate * 1e12)
+                each = Measured(name, row, direction, target, seconds, repeats)
+                found.setdefault((row.name, direction, target, repeats), each)
 
-    for titles, rows in tables(text):
-        for cells in rows:
-            row = BY_NAME.get(RENAMED.get(cells[0], cells[0]))
-            for title, cell in zip(titles[1:], cells[1:]):
-                if row is not None and title in ("Weft hopper", "Weft triton"):
-                    target = title.removeprefix("Weft ")
-                    for direction, rate in zip(("forward", "backward"), cell.split("/")):
-                        add(cells[0], row, direction, target, rate.strip())
-                if row is not None and title == "two passes":
-                    add(cells[0], row, "backward", "hopper", cell, True)
-        if rows and titles[1:2] == ["D40"]:  # kernels alone, causal, S4096, B4
-            for cells in rows:
-                for title, cell in zip(titles[1:], cells[1:]):
-                    dims = [int(n) for n in re.findall(r"\d+", title)]
-                    row = Row(
-                        "causal",
-                        4,
-                        2048 // dims[0] if dims[0] in (64, 128, 256) else 16,
-                        4096,
-                        dims[0],
-                        own_value_dim=dims[1] if len(dims) > 1 else 0,
-                    )
-                    for direction, rate in zip(("forward", "backward"), cell.split("/")):
-                        add(f"{title} S4096 causal", row, direction, cells[0].removeprefix("Weft "), rate.strip())
-    for name, direction, target, rate in _variants(text):
-        add(name, BY_NAME[name], direction, target, rate)
+    for result in (r for r in results if r.short_card == DEVICE and r.date <= FITTED):
+        for name, cells in result.rates.items():
+            for column in TARGETS.keys() & cells.keys() if name in BY_NAME else ():
+                target, repeats = TARGETS[column]
+                add(name, BY_NAME[name], target, cells[column], repeats)
+        for title, target, rates in _heads(result):
+            dims = [int(n) for n in re.findall(r"\d+", title)]
+            heads = 2048 // dims[0] if dims[0] in (64, 128, 256) else 16
+            row = Row("causal", 4, heads, 4096, dims[0], own_value_dim=dims[1] if len(dims) > 1 else 0)
+            add(f"{title} S4096 causal", row, target, rates)
     return list(found.values())
 
 
-def _variants(text: str) -> Iterator[tuple[str, str, str, str]]:
-    """The table of what a variant can say, whose cells hold more than a rate."""
-    names = {
-        "dropout": "D128 H16 S8192 dropout 10", "sigmoid": "D128 H16 S8192 sigmoid",
-        "full bias": "D64 H16 S4096 B1 bias", "T5": "D128 H16 S8192 t5 32",
-    }  # fmt: skip
-    for titles, rows in tables(text):
-        if titles[1:] != ["forward", "backward"]:
-            continue
-        for cells in rows:
-            name = next((n for word, n in names.items() if word in cells[0]), None)
-            if name is None:
-                continue
-            forward = re.match(r"(\d+)(?: / (\d+))?", cells[1])
-            assert forward is not None
-            yield name, "forward", "triton", forward[1]
-            if forward[2]:
-                yield name, "forward", "hopper", forward[2]
-            if backward := re.match(r"(\d+)(?: / (\d+))?", cells[2]):
-                yield name, "backward", "triton", backward[1]
-                if backward[2]:
-                    yield name, "backward", "hopper", backward[2]
+def _heads(result: Result) -> Iterator[tuple[str, str, list[float]]]:
+    """Kernels alone by head dimensions, causal, S4096, B4."""
+    if table := result.tables.get("heads"):
+        for target, *cells in table.rows:
+            for title, cell in zip(table.columns[1:], cells):
+                yield title, target.removeprefix("Weft "), [float(rate) for rate in cell.split("/")]
 
 
 def plan_of(each: Measured) -> Plan:
@@ -284,12 +227,10 @@ def example_of(each: Measured, plan: Plan, traits: Traits) -> Example:
     return Example(str(each), rest, parts)
 
 
-def alone(text: str) -> Iterator[Example]:
+def alone(results: Sequence[Result]) -> Iterator[Example]:
     """Kernels of target triton by themselves, in forms of all kinds: the table of tilings."""
-    for titles, rows in tables(text):
-        if titles != ["D", "mask", "forward", "dQ", "dK dV"]:
-            continue
-        for dim, mask, *cells in rows:
+    for result in results:
+        for dim, mask, *cells in result.tables["tilings"].rows if "tilings" in result.tables else ():
             row = Row(mask, 2, 2048 // int(dim), 8192, int(dim))
             declared, _ = weft_variant(row, "cpu")
             sizes = weft.shape(batch=2, heads=row.heads, q_len=8192, head_dim=row.dim, dtype="bf16")
@@ -367,8 +308,8 @@ def main() -> None:
             )
         print(f"{len(found)} rows, median error {median(found):.1%}, worst {max(found):.1%}")
         return
-    page, errors, examples = PAGE.read_text(), [], []
-    for each in measured(page):
+    results, errors, examples = stored(), [], []
+    for each in measured(results):
         if options.only not in str(each):
             continue
         plan = plan_of(each)
@@ -379,7 +320,7 @@ def main() -> None:
         print(f"{each!s:72} {times}", flush=True)
     print(f"{len(errors)} rows, median error {median(errors):.1%}, worst {max(errors):.1%}")
     if options.fit:
-        for family, pace in fitted([*examples, *alone(TRIALS.read_text())]).items():
+        for family, pace in fitted([*examples, *alone(results)]).items():
             print(f'    "{family}": Pace({text_of(pace)}),')
 
 

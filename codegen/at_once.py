@@ -20,6 +20,8 @@ from .products import multiplies, multiply
 
 MOST_OF_A_HEAD = 1 << 14  # scores of a query head, up to which weights are kept
 MOST_A_COLUMN = 2  # keys for each column of a head: what is kept is then no more than twice the query
+# The same where operands want gradients, which tiles take longer for; and all weights of a call, 64 MiB of them.
+MOST_RECORDED, MOST_RECORDED_A_COLUMN, MOST_WEIGHTS = 1 << 16, 4, 1 << 24
 MOST_IN_A_PIECE = 1 << 19  # scores that are computed at once in 16 bits: they stay in a cache
 LEAST_WEIGHT = 2.0**-120  # smaller ones are 0: products of denormal numbers are a hundred times slower
 LEAST_SCALE = 2.0**-126  # below it a processor may take a number for 0
@@ -50,6 +52,13 @@ def weighs_at_once(sizes: Sizes, dtype: torch.dtype, keeps: bool) -> bool:
     if not batch * heads or not 0 < q_len * kv_len <= MOST_OF_A_HEAD or kv_len > MOST_A_COLUMN * head_dim:
         return False
     return keeps or _has_dots(dtype)
+
+
+def records_at_once(sizes: Sizes) -> bool:
+    """Whether such a call, of which operands want gradients, is recorded so by torch, which keeps its weights."""
+    batch, heads, _, q_len, kv_len, head_dim = sizes
+    is_short = 0 < q_len * kv_len <= MOST_RECORDED and kv_len <= MOST_RECORDED_A_COLUMN * head_dim
+    return is_short and 0 < batch * heads * q_len * kv_len <= MOST_WEIGHTS
 
 
 @lru_cache(maxsize=4)

@@ -381,7 +381,7 @@ class FunctionPrinter:
     def place(self, name: str, load: Load) -> str:
         """Where a tile of pairs reads an operand: the number of the entry, by extents of all dimensions but the first.
 
-        In torch, where extents are those of a tensor at hand, a tuple of its indices.
+        In torch, where extents are those of a given tensor, a tuple of its indices.
         """
         lines, printer, results = self._assigned(list(load.index))
         title = f"Which entry the pairs read: {load}."

@@ -322,7 +322,7 @@ def attend_with_mask(
         if rows < batch:
             given = query[first:end], key[first:end], value[first:end]
         out, lse = attend(*given, 0.0, False, attn_mask=mask, scale=scale)
-        if not (_within(lse, most) and _told_apart(out, lse, mask)):
+        if not (_within(lse, most) and told_apart(out, lse, mask)):
             return None
         parts.append((out, lse))
     if len(parts) == 1:
@@ -337,7 +337,7 @@ def _within(numbers: Tensor, most: float) -> bool:
     return float(norm(numbers)) <= most or float(norm(numbers, math.inf)) <= most
 
 
-def _told_apart(out: Tensor, lse: Tensor, mask: Tensor) -> bool:
+def told_apart(out: Tensor, lse: Tensor, mask: Tensor) -> bool:
     """Give rows that see no key their 0 and -inf; False where a 0 is not theirs.
 
     torch's kernel gives 0 for the log-sum-exp of a row whose scores are all -inf, and takes one of NaN for such a row

@@ -11,10 +11,9 @@ from ..compiler.analysis.tiles.facts import Facts
 from ..compiler.analysis.tiles.measured import LIST_HEAD, SPAN_ROOM
 from ..compiler.analysis.tiles.results import PAIR_KINDS, Axis, OperandGradient
 from ..compiler.analysis.tiles.survey import Cells, Survey
-from ..compiler.analysis.values.distances import ByDistance
 from ..compiler.analysis.values.magnitudes import largest
 from ..compiler.analysis.values.places import differ_by_pair, read_once
-from ..compiler.planning.by_distance import Levels, levels_in, tables_in
+from ..compiler.planning.by_distance import Levels, Planned, gradients_in
 from ..compiler.planning.dtypes import HALVES, dtype_named
 from ..compiler.planning.freed import is_freed
 from ..compiler.planning.plan import CodePlan
@@ -29,32 +28,12 @@ from .normalizers import SCORES, Blocks, Terms, blocks_of, with_sink
 
 
 @dataclass(frozen=True)
-class Subject:
+class Subject(Planned):
     """One direction of a variant on one target."""
 
     facts: Facts
     code: CodePlan
     target: Target
-
-    @property
-    def signature(self) -> Signature:
-        return self.code.signature
-
-    @property
-    def is_backward(self) -> bool:
-        return self.signature.direction == "backward"
-
-    @cached_property
-    def tables(self) -> tuple[ByDistance, ...]:
-        return tables_in(self.code, self.facts)
-
-    @cached_property
-    def levels(self) -> Levels | None:
-        return levels_in(self.code, self.facts)
-
-    @cached_property
-    def gradients(self) -> tuple[OperandGradient, ...]:
-        return gradients_in(self.code, self.facts)
 
     @property
     def summed_elsewhere(self) -> frozenset[int]:
@@ -94,11 +73,6 @@ class Subject:
             found = self.facts.score_of_levels(self.tables)
             return None if found is None else (found[0], None)
         return score
-
-
-def gradients_in(code: CodePlan, facts: Facts) -> tuple[OperandGradient, ...]:
-    """The gradients of operands that a plan has kernels for."""
-    return facts.operand_gradients(code.signature.wanted) if code.signature.direction == "backward" else ()
 
 
 def stores_words(facts: Facts, signature: Signature) -> bool:

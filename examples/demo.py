@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the demonstration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    batch, length, steps = (32, 512, 600) if device.type == "cuda" else (2, 256, 300)
+    batch, length, steps = (32, 512, 600) if device.type == "cuda" else (2, 512, 120)
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--batch", type=int, default=batch)
     parser.add_argument("--length", type=int, default=length)

@@ -101,8 +101,8 @@ class Attention:
     mask: bool expression of positions, heads and operands; True where a query may see a key.
     scale: expression of lengths, heads and operands; 1 / sqrt(head_dim) when not given.
     sink: expression of lengths, heads, batch and operands: one more logit in the softmax's denominator, which no value
-        belongs to ("attention is off by one", softmax1, is sink=0.0; one learned for each head: GPT-OSS, arXiv
-        2508.10925; the sinks that StreamingLLM found, arXiv 2309.17453). The log-sum-exp has it too; -inf is none.
+        belongs to. sink=0.0 is softmax1 ("attention is off by one"). GPT-OSS learns one for each head (arXiv
+        2508.10925), and StreamingLLM found sinks (arXiv 2309.17453). The log-sum-exp has it too; -inf is none.
     dropout: share of the weights that a call in training drops, the others divided by what is kept (Srivastava et al.
         2014): a number in [0, 1) or a float scalar operand, to the nearest 1/32768; ir/philox.py says which pairs.
     latent: how keys and values come from one latent vector a token.

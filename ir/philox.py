@@ -2,8 +2,8 @@
 
 Philox-4x32 with 7 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3; 7 rounds pass
 all tests of BigCrush). A counter of four words gives four words of 32 bits, from which sixteen keys that one query sees
-take a number of 15 bits each. Of these the upper 7 are the pair's own; the lower 8, which decide where the upper ones
-do not, it shares with another pair: the share that is dropped is exact to 1/32768, and what falls to two pairs is
+take a number of 15 bits each. Of these the upper 7 are the pair's own. It shares the lower 8, which decide where the
+upper ones do not, with another pair. So the share that is dropped is exact to 1/32768, and what falls to two pairs is
 correlated by less than 1/250. The keys that share a counter differ in bits 0, 3, 4 and 5 of their
 position, because on a GPU one thread has those of a tile:
 

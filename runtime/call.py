@@ -324,7 +324,7 @@ def sequences_of(options: CallOptions, page: int = 0) -> Sequences:
             raise WeftError("block_table: expected kv_lens with it, and q_lens or cu_seqlens_q at most")
         if not kv_lens.is_contiguous():
             kv_lens = kv_lens.contiguous()
-        if table.stride(1) != 1 and table.shape[1] > 1:  # rows may lie apart, as of the first columns of a larger one
+        if table.stride(1) != 1 and table.shape[1] > 1:  # rows may have gaps, as of the first columns of a larger one
             table = table.contiguous()
         if cu_q is not None:
             return PackedPaged(cu_q.contiguous(), kv_lens, table, page, q_offset)

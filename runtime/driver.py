@@ -163,9 +163,10 @@ def shared_out(
     attention: Attention, signature: Signature, hardware: Hardware, target: str | None = None,
     schedule: str | Schedule | None = None, unfit: frozenset[str] = frozenset(),
 ) -> tuple[Signature, ...]:  # fmt: skip
-    """The signatures of the modules that compute a call with this one: two, of its long sequences and its short ones,
-    where it may have both, no schedule is asked for, and only keys of few queries are divided. Arguments as of
-    `resolve`.
+    """The signatures of the modules that compute a call with this one.
+
+    There are two, of its long sequences and its short ones, where it may have both, no schedule is asked for, and only
+    keys of few queries are divided. Arguments as of `resolve`.
     """
     both = replace(signature, serves="all")
     if signature.serves == "all" or schedule is not None:

@@ -3,7 +3,7 @@
 Only where the user asks for it (`weft.settings(keep_tiles=True)`, WEFT_KEEP_TILES=1), which promises that what masks
 read is changed by torch's own operations alone. These count: a tensor has a version, shared with its views, and what
 was measured is dropped where it has moved on. Nothing counts what is written through `.data`, by kernels of others, by
-numpy, or by a graph that is replayed, so that without the promise it cannot be known that a tensor holds what it held.
+numpy, or by a graph that is replayed. Without the promise it cannot be known that a tensor holds what it held.
 
 Nothing is kept of tensors without a version (those of inference mode), while a CUDA graph is captured (its replays find
 other values), nor in streams that are not torch's, whose handles are used again. A tensor that is gone takes with it

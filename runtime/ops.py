@@ -68,8 +68,8 @@ _LIBRARY.define(
 
 
 # -- a call, past the dispatcher or through it -----------------------------------------------------------------------
-def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
-    """out and lse of a call, recorded for autograd where gradients are wanted."""
+def run(variant: Variant, call: Call, wants_lse: bool) -> tuple[Tensor, Any]:
+    """out and lse of a call, recorded for autograd where gradients are wanted; of lse no more than is wanted."""
     query, repeats = call.query, variant.repeats
     known = repeats.known
     if known is None or not known.fits(call):
@@ -79,8 +79,10 @@ def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
     if known is not None and unwatched():
         if not (known.recorded and torch.is_grad_enabled()):
             return variant.forward_again(call, known)
-        own = [v for v in call.operands.values() if isinstance(v, Tensor)] if call.operands else ()
-        return _record((variant, call, known), query, call.key, call.value, None, *own)
+        if known.record is not None and not wants_lse and (found := variant.own_again(call, known)) is not None:
+            return found
+        given = [v for v in call.operands.values() if isinstance(v, Tensor)] if call.operands else ()
+        return _record((variant, call, known), query, call.key, call.value, None, *given)
     tensors = [query, call.key, call.value, call.rope]
     if call.operands:
         tensors += [v for v in call.operands.values() if isinstance(v, Tensor)]
@@ -91,7 +93,11 @@ def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
             recorded = recorded or (recording and t.requires_grad)
             is_plain = is_plain and type(t) in PLAIN_TYPES and not t.is_neg()
     if is_plain and unwatched() and not (recorded and call.read):
-        return _record((variant, call, None), *tensors) if recorded else variant.forward(call)
+        if not recorded:
+            return variant.forward(call)
+        if query.is_cpu and not wants_lse and (own := variant.forward_own(call)) is not None:
+            return own
+        return _record((variant, call, None), *tensors)
     present = [t for t in tensors if isinstance(t, Tensor)]
     _refuse_forward_mode(variant.name, present)
     problems = check_operand_kinds(variant.attention, call.operands, query.device)

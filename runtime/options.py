@@ -1,7 +1,7 @@
 """The list of the options of a call: name, type, default, argument of the op, rule and meaning, each in its own line.
 
 What follows from it: the signatures of `Attention.__call__` and `reference` (api/signatures.py), which options the
-other methods take, the schema of the op and what transforms of torch map over, the check of a value by itself,
+other methods take, the schema of the op, and what transforms of torch map over. So do the check of a value by itself,
 docstrings, and the table in docs/language.md.
 
 An option that kernels read by its name is a tensor with a place in the schema. A kernel says that it reads it
@@ -83,10 +83,10 @@ class CallOptions:
         "keeps scores in memory in the operands' dtype)", defined=False, described=False, rule=_schedule,
     )] = None
     deterministic: Annotated[bool | None, Option(
-        "`True`: gradients repeat bit for bit, on a CPU for the same number of torch's threads; `None`: as "
-        "`torch.use_deterministic_algorithms` is set, where those of operands repeat in any case; `False`: nothing "
-        "needs to. Faster ways are that of the `hopper` target, whose gradient of the query is summed in any order,"
-        " and atomic additions to [tables](#biases-that-learn); outputs repeat always",
+        "`True`: gradients repeat bit for bit, on a CPU for the same number of torch's threads. `None`: follow "
+        "`torch.use_deterministic_algorithms`; gradients of your own operands repeat either way. `False`: allow any "
+        "order of summation. Then `hopper` sums the gradient of the query in any order, and [tables](#biases-that-"
+        "learn) may have atomic additions. Outputs repeat always",
         defined=False, rule=_flag_or_none,
     )] = None
     uk: Annotated[Tensor | None, Option(

@@ -27,6 +27,8 @@ class Known:
     recorded: bool  # whether autograd records such calls, where it is on
     look: Callable[..., Again | None] | None = None  # closer, at a call of those whose numbers of keys differ
     keeping: Any = None  # launch of a recorded call whose backward takes weights
+    record: Any = None  # the output alone, whose gradients torch records
+    checked: bool = False  # whether sizes and numbers of calls that fit are those of a call that was checked
     kind: Any = None  # what ops keep for them, once autograd recorded one
 
 
@@ -67,4 +69,5 @@ class Repeats:
         if found is None:
             self._patience, self._waited = MOST_PATIENCE, 0
         else:
-            self.known = Known(found.fits, found.launch, measures, recorded, keeping=found.keeping)
+            record, checked = found.record, found.checked
+            self.known = Known(found.fits, found.launch, measures, recorded, None, found.keeping, record, checked)

@@ -1,7 +1,7 @@
 """One variant at run time: finds what is prepared for a call, checks the call, and launches.
 
 What is prepared is kept by dtypes, widths, device and options, never by strides or values. Of lengths counts no more
-than whether queries are few, and whether a call is short, where that has a form of its own: a cache that grows by a
+than whether queries are few, and whether a call is short, where that has a form of its own. A cache that grows by a
 token a step, or a scalar that is annealed, finds it again.
 """
 
@@ -197,7 +197,7 @@ class Variant:
     def forward_again(self, call: Call, known: Known) -> tuple[Tensor, Tensor]:
         """The same of a call that fits what is known."""
         repeats = self.repeats  # before anything is launched, against `forget`
-        if self._sizes.needed:
+        if self._sizes.needed and (not known.checked or checks_values()):
             self._sizes.check(call)
         if (type(call.sequences) is Dense or not checks_values()) and not (known.measures and keeps_tiles()):
             found: tuple[Tensor, Tensor] | None = known.launch(call)
@@ -213,13 +213,38 @@ class Variant:
         """The same of a call that has a backward, and the weights, where that takes them."""
         repeats, keeping = self.repeats, known.keeping
         if keeping is not None:
-            if self._sizes.needed:
+            if self._sizes.needed and (not known.checked or checks_values()):
                 self._sizes.check(call)
             found: tuple[Tensor, Tensor, Tensor] | None = keeping(call)
             if found is not None:
                 repeats.hits += 1
                 return found
         return *self.forward_again(call, known), None
+
+    def forward_own(self, call: Call) -> tuple[Tensor, Any] | None:
+        """The same, where torch itself records what computes out, and nobody wants lse; None for other calls."""
+        at: tuple[object, ...] = key_of(call)
+        ready = self._forwards.get(at)
+        if ready is not None and ready.differs:
+            at, ready = ready.of(self._forwards, at, call.query, call.key, call.sequences)
+        if ready is None:
+            ready = self._found("forward", call, self._forwards, at)
+        elif self._sizes.needed:
+            self._sizes.check(call)
+        way: Callable[[Call], tuple[Tensor, Any] | None] | None = getattr(ready.launcher, "recorded", None)
+        found = None if way is None else way(call)
+        if found is not None and self.repeats.wants():
+            with torch.no_grad():  # nobody is to see what is tried, as torch.utils.checkpoint would
+                _look(self.repeats, ready, call)
+        return found
+
+    def own_again(self, call: Call, known: Known) -> tuple[Tensor, Any] | None:
+        """The same of a call that fits what is known."""
+        if self._sizes.needed and (not known.checked or checks_values()):
+            self._sizes.check(call)
+        found: tuple[Tensor, Any] | None = known.record(call)
+        self.repeats.hits += found is not None
+        return found
 
     def forward_places(self, query: Tensor, value: Tensor | None) -> tuple[Place, Place]:
         """Of out and lse."""

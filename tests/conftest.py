@@ -1,27 +1,81 @@
 """The tests keep their generated modules in the checkout, not in the cache of the user who runs them; and none leaves a
 mode of torch on for those after it."""
 
+import contextlib
 import os
-from collections import Counter
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.recorded import Recorded
+
 os.environ.setdefault("WEFT_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-cache"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", action="store_true", help="write what tests count to tests/machine_code/recorded")
+
+
+@pytest.fixture
+def recorded(request: pytest.FixtureRequest) -> Recorded:
+    """Holds counts to those of tests/machine_code/recorded."""
+    package = "triton" if request.node.get_closest_marker("compiles") else "torch"
+    return Recorded(request.path.stem, request.node.name, package, request.config.getoption("record"))
+
+
+# Folders whose cases take seconds: `make test` runs a part of their cases, `make test-all` every one.
+COMPUTES = {"attention", "calls", "models"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases that `sampled(n)` leaves to `make test-all`."""
-    seen: Counter[str] = Counter()
+    """Mark as thorough what `make test` leaves out: of tests that compute, cases whose parameters all have values that
+    other cases have; of tests that compile, all cases but one; and those between every n-th of `sampled(n)`."""
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if sampled is not None and item.get_closest_marker("thorough") is None:
-            name = item.nodeid.partition("[")[0]
-            if seen[name] % sampled.args[0]:
-                item.add_marker("thorough")
-            seen[name] += 1
+        if item.get_closest_marker("thorough") is None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        for item in left_out(cases):
+            item.add_marker("thorough")
+
+
+def left_out(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Of the cases of one test."""
+    sampled = cases[0].get_closest_marker("sampled")
+    if cases[0].get_closest_marker("every"):
+        return []
+    if cases[0].get_closest_marker("compiles"):
+        return cases[1:]
+    if cases[0].path.parent.name in COMPUTES and len(values_of(cases[0])) > 1:
+        values, seen, kept = {id(c): values_of(c) for c in cases}, set[object](), set[int]()
+        while (best := max(cases, key=lambda c: len(values[id(c)] - seen))) and values[id(best)] - seen:
+            seen |= values[id(best)]
+            kept.add(id(best))
+        return [c for c in cases if id(c) not in kept]
+    return [c for at, c in enumerate(cases) if sampled is not None and at % sampled.args[0]]
+
+
+def values_of(case: pytest.Item) -> set[object]:
+    """The values of a case's parameters; those that one `parametrize` names together are one."""
+    given = getattr(case, "callspec", None)
+    names = [m.args[0] for m in case.iter_markers("parametrize")]
+    rows = [re.split(r"\s*,\s*", n) if isinstance(n, str) else [*n] for n in names]
+    return {(row[0], *(id(given.params[n]) for n in row)) for row in rows} if given else set()
+
+
+@pytest.fixture(autouse=True)
+def only_what_is_marked_compiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling takes seconds: it belongs to tests that are about machine code."""
+    if not any(map(request.node.get_closest_marker, ("compiles", "gpu"))):
+        with contextlib.suppress(ImportError):  # no Triton: nothing compiles
+            monkeypatch.setattr("triton.compile", refused)
+
+
+def refused(*_: object) -> None:
+    pytest.fail("this test compiles a kernel: it is no test of machine code, nor marked `compiles`")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -32,7 +86,7 @@ def tiles_compute_short_calls_too() -> None:
     """
     from weft.codegen import at_once, products
 
-    at_once.MOST_OF_A_HEAD = 0
+    at_once.MOST_OF_A_HEAD = at_once.MOST_RECORDED = 0
     products.SHORT_HEAD = products.SHORT_HEAD_BACKWARD = products.MOST_OF_A_HEAD = 0
 
 

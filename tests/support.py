@@ -19,7 +19,8 @@ FEW = 32  # values of a tile whose norm is not compared with that of plain torch
 
 
 def mostly(kept: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Parameters of a test of which `make test` runs those kept, and `make test-all` every one."""
+    """Parameters of a test: `make test` runs those kept, `make test-all` the others of `values`, too."""
+    values = [*(k for k in kept if k not in values), *values]
     single = [v if isinstance(v, tuple) else (v,) for v in values]
     return [v if v in kept else pytest.param(*one, marks=pytest.mark.thorough) for v, one in zip(values, single)]
 
@@ -194,3 +195,10 @@ def long_from(monkeypatch: pytest.MonkeyPatch, positions: int, stretch: int = ST
     """Axes of more positions than these are measured in stretches of so many tiles."""
     monkeypatch.setattr(measures, "LONG_AXIS", positions)
     monkeypatch.setattr(measures, "STRETCH", stretch)
+
+
+def through_python(monkeypatch: Any) -> None:
+    """Calls on a CPU whose gradients torch would record itself go through Weft's own function of autograd."""
+    from weft.codegen.targets.cpu import own
+
+    monkeypatch.setattr(own.OwnKernel, "of", lambda *call: own.Own(None, None))

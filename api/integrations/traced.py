@@ -26,8 +26,8 @@ class Untraceable(Exception):
 class Index:
     """A number or a bool that depends on indices, as text with the names `batch`, `q_idx` and `kv_idx`.
 
-    shift: how much it grows where both positions grow by 1: 1 for a position, 0 for a difference of two and for a bool
-    that stays as it is; None where that is no one number.
+    shift: how much it grows where both positions grow by 1. That is 1 for a position, and 0 for a difference of two
+    and for a bool that stays as it is; None where it is no one number.
     is_bool: whether it is a bool.
     indexes: whether a tensor may be read at it: a position or the batch row as it is. Any other might be negative,
     which torch counts from the end.

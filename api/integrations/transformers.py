@@ -1,8 +1,8 @@
 """Hugging Face transformers: after `register()` models take `attn_implementation="weft"`.
 
-transformers makes masks and computes attention by name, through two tables. In that of masks stands `rules.mask`, which
-takes a mask function of indices down as an expression in place of evaluating it for all pairs, and in that of attention
-`attention`, which calls the variant that has this mask and whatever else a layer asks for.
+transformers makes masks and computes attention by name, through two tables. The table of masks has `rules.mask`, which
+takes a mask function of indices down as an expression in place of evaluating it for all pairs. The table of attention
+has `attention`, which calls the variant that has this mask and whatever else a layer asks for.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def attention(
     """What transformers' table of attention has under the name "weft".
 
     query [B, Hq, L, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv]; gives [B, L, Hq, Dv], and no weights.
-    attention_mask: a `Mask`; a tensor [B or 1, Hq or 1, L or 1, T or more], of bools, True where a key is seen, or of
-    floats, added to scores; or None, which is causal where the module is. position_bias: floats of that shape too.
+    attention_mask: a `Mask`, or a tensor [B or 1, Hq or 1, L or 1, T or more]: bools, True where a key is seen, or
+    floats, added to scores. None is causal where the module is. position_bias: floats of that shape too.
     s_aux: sinks [Hq]. cu_seq_lens_q, cu_seq_lens_k: first rows of packed sequences, where position_ids told of none.
     Gradients flow into whatever is float. Raises WeftError for a mask that does not fit, UnavailableError for what
     this cannot compute.

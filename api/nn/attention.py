@@ -118,8 +118,8 @@ class Attention(nn.Module):
     def shard(self, rank: int, ranks: int) -> Attention:
         """The part of one of `ranks` devices, with heads / ranks heads: the sum of all parts' outputs is the whole's.
 
-        The rule: rank r has rows r * n / ranks on of the weights and biases of q_proj, k_proj and v_proj (n rows; whole
-        heads), the same columns of o_proj.weight, and the norms; o_proj.bias is rank 0's alone. Where there are fewer
+        Rank r has rows r * n / ranks on of the weights and biases of q_proj, k_proj and v_proj (n rows, whole heads).
+        It has the same columns of o_proj.weight, and the norms. o_proj.bias is rank 0's alone. Where there are fewer
         key heads than ranks, ranks / kv_heads neighbours have the same one. Weights are views.
 
         A variant whose operands are indexed by heads is called with the part of them that belongs to these heads.

@@ -137,8 +137,8 @@ class LatentAttention(nn.Module):
     def shard(self, rank: int, ranks: int) -> LatentAttention:
         """The part of one of `ranks` devices, with heads / ranks heads: the sum of all parts' outputs is the whole's.
 
-        The rule: rank r has rows r * n / ranks on of q_proj or q_b_proj and of kv_b_proj (n rows; whole heads), the
-        same columns of o_proj, and the other weights whole: each rank caches the same vectors. As of nn.Attention,
+        Rank r has rows r * n / ranks on of q_proj or q_b_proj and of kv_b_proj (n rows, whole heads), and the same
+        columns of o_proj. It has the other weights whole: each rank caches the same vectors. As of nn.Attention,
         operands indexed by heads are the part's, and a variant that computes with the number of a head is refused.
         """
         check_shard("nn.LatentAttention", self.variant, self.heads, rank, ranks)

@@ -1,8 +1,8 @@
 """How the C library hands out memory for tiles on a CPU.
 
 A tile of scores and what is computed of it are torch tensors of up to some MiB, made and given back hundreds of times a
-call. glibc gives such blocks back to the system until it has seen a larger one come back: each tile then waits for
-fresh pages, which may take three times as long as what is computed in them (docs/experiments.md).
+call. glibc gives such blocks back to the system until it has seen a larger one come back. Each tile then waits for
+fresh pages, which may take three times as long as what is computed in them (docs/experiments).
 """
 
 from __future__ import annotations

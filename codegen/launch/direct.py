@@ -95,11 +95,11 @@ class DirectWay:
         way = self._way()
         launch, job = way.function(), self.job
         growing: Callable[..., Again | None] = nothing_yet
-        if not job.backward and not (job.sequences.keys.packed or job.sequences.keys.pooled):
+        if not job.is_backward and not (job.sequences.keys.packed or job.sequences.keys.pooled):
             sizes = {"key": "kv_len", "value": "value_len"}
             free = {n: SHAPES[n].index(size) for n, size in sizes.items() if n in job.given_names}
             growing = self._factory(way, free)
-        if not job.backward:
+        if not job.is_backward:
             return Ways(launch, repeated=self._factory(way), growing=growing)
         of_records = _of_records(launch, job.gradient_names, job.signature.wanted)
         return Ways(of_records, launch, self._factory(way))
@@ -129,7 +129,7 @@ class DirectWay:
     @property
     def _given(self) -> str:
         """Parameters of the function."""
-        if self.job.backward:
+        if self.job.is_backward:
             return "query, key, value, operands, offset, out, lse, dout, dlse"
         # short sequences go into what the launch of the other module made
         return "call, out, lse" if self._adds_to_results else "call"
@@ -141,16 +141,16 @@ class DirectWay:
     @property
     def _record(self) -> str:
         """Where lengths and offset are."""
-        return "offset" if self.job.backward else "call.sequences"
+        return "offset" if self.job.is_backward else "call.sequences"
 
     @property
     def _offset(self) -> str:
         """Of a dense call a backward is handed the offset alone."""
-        return self._record if self.job.backward and not self.job.sequences.ragged else f"{self._record}.q_offset"
+        return self._record if self.job.is_backward and not self.job.sequences.ragged else f"{self._record}.q_offset"
 
     @property
     def _operands(self) -> str:
-        return "operands" if self.job.backward else "call.operands"
+        return "operands" if self.job.is_backward else "call.operands"
 
     @property
     def _lengths(self) -> list[str]:
@@ -160,11 +160,11 @@ class DirectWay:
     def _sources(self) -> dict[str, str]:
         """What a call hands over, as expressions by name."""
         job = self.job
-        found = {n: n if job.backward else f"call.{n}" for n in job.given_names}
+        found = {n: n if job.is_backward else f"call.{n}" for n in job.given_names}
         found |= {n: f"{self._operands}[{n.removeprefix('arg_')!r}]" for n in job.arguments}
         found |= {n: f"{self._record}.{n}" for n in self._lengths}
         found |= {"q_offset_ptr" if self.mode.per_row else "q_offset": self._offset}
-        if job.backward:  # kernels name what they do not write too
+        if job.is_backward:  # kernels name what they do not write too
             found |= {f"d{n}": n for n in ("query", "key", "value") if n not in job.signature.wanted}
         if self._adds_to_results:
             found |= {"out": "out", "lse": "lse"}
@@ -201,7 +201,7 @@ class DirectWay:
     @property
     def _made(self) -> dict[str, str]:
         """Results and workspace, as expressions that make them."""
-        made = self._gradients() if self.job.backward else self._results()
+        made = self._gradients() if self.job.is_backward else self._results()
         for buffer in self.buffers:
             made |= apart(buffer) if buffer.name in self._are_tensors else {}
         return made | in_rooms([b for b in self.buffers if b.name not in self._are_tensors])
@@ -221,7 +221,7 @@ class DirectWay:
 
     @property
     def _returns(self) -> str:
-        if not self.job.backward:
+        if not self.job.is_backward:
             return "out, lse"
         found = {n: f"d{n}" for n in ("query", "key", "value")} | {n: f.text for n, f in self._finishes.items()}
         wanted = self.job.signature.wanted
@@ -249,7 +249,7 @@ class DirectWay:
         found += fitting(job.signature.widths.value_is_key, job.sequences.keys)
         if job.sequences.keys.pooled:
             found += [f"kv_len == {self.mode.page}"]
-        if job.backward:
+        if job.is_backward:
             found += self._of_backward()
         found += [*self._of_sequences(), *self._of_memory()]
         for part in self.parts:
@@ -307,13 +307,13 @@ class DirectWay:
         A backward is asked after a forward of its kind, which settles what stands in the call alone.
         """
         job, pins, conditions = self.job, [], []
-        if not job.backward:
+        if not job.is_backward:
             pins = [Pin("options", "call.choices"), Pin("width", "call.head_dim", "==")]
             conditions = ["call.rope is None", "call.read is None"]
             conditions += ["call.value is None"] if job.signature.widths.value_is_key else []
         elif self.mode.no_dlse:
             conditions = ["dlse is None"]
-        if not job.backward or job.sequences.ragged:
+        if not job.is_backward or job.sequences.ragged:
             pins += [Pin("sequences", f"type({self._record})")]
             conditions += [f"{self._record}.{n} is None" for n in job.sequences.pointers if n not in self._lengths]
         if self._has_number:

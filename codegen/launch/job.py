@@ -12,13 +12,11 @@ from torch import Tensor
 
 from ...compiler.analysis.tiles.facts import Facts
 from ...compiler.analysis.tiles.results import OperandGradient
-from ...compiler.analysis.values.distances import ByDistance
 from ...compiler.planning.buffer import Buffer
-from ...compiler.planning.by_distance import Levels, levels_in, tables_in
+from ...compiler.planning.by_distance import Planned
 from ...compiler.planning.gradient_sums import Ways, ways_of
 from ...compiler.planning.kernel import Kernel
 from ...compiler.planning.plan import CodePlan
-from ...compiler.planning.signature import Signature
 from ...compiler.planning.sources import SequenceKind
 from ...compiler.planning.target import CallTensors, Named
 from ...ir.expr import TensorOperand
@@ -135,7 +133,7 @@ class OwnPart(Part):
 
 
 @dataclass(eq=False)
-class Job:
+class Job(Planned):
     """The kernels of one direction with their plan and variant, on a device: all that does not change with calls."""
 
     modules: Sequence[ModuleType]
@@ -153,16 +151,8 @@ class Job:
 
     # -- the plan ------------------------------------------------------------------------------------------------------
     @property
-    def signature(self) -> Signature:
-        return self.code.signature
-
-    @property
     def algorithm(self) -> str:
         return self.code.schedule.algorithm
-
-    @property
-    def backward(self) -> bool:
-        return self.signature.direction == "backward"
 
     @property
     def sequences(self) -> SequenceKind:
@@ -195,8 +185,8 @@ class Job:
     @property
     def rounding(self) -> dict[str, int]:
         """Options of a compilation. Far from 0 every kernel must round scores alike: where one of them adds to a
-        product before that is rounded, their scores differ by as much as numbers there lie apart, and weights by its
-        power."""
+        product before that is rounded, their scores differ by as much as neighbouring numbers do there, and weights by
+        its power."""
         return {"enable_fp_fusion": False} if self.shifts else {}
 
     # -- the variant ---------------------------------------------------------------------------------------------------
@@ -210,21 +200,8 @@ class Job:
         return self.facts.attention.weighs.saves_lse
 
     @cached_property
-    def gradients(self) -> Sequence[OperandGradient]:
-        """Reads of operands whose gradients are wanted."""
-        return self.facts.operand_gradients(self.signature.wanted) if self.backward else ()
-
-    @cached_property
     def ways(self) -> Ways:
         return ways_in(self.code, self.facts)
-
-    @cached_property
-    def tables(self) -> tuple[ByDistance, ...]:
-        return tables_in(self.code, self.facts)
-
-    @cached_property
-    def levels(self) -> Levels | None:
-        return levels_in(self.code, self.facts)
 
     # -- names of a call -----------------------------------------------------------------------------------------------
     @property
@@ -237,13 +214,13 @@ class Job:
         """Tensors [B, H, rows, D] whose alignment decides how they are loaded; those that we make are like these."""
         keys = [f"key{i}" for i in self.own_keys]
         value = [] if self.signature.widths.value_is_key else ["value"]
-        return ["query", "key", *keys, *value, *(["dout", "out"] if self.backward else ["out"])]
+        return ["query", "key", *keys, *value, *(["dout", "out"] if self.is_backward else ["out"])]
 
     @property
     def given_names(self) -> list[str]:
         """The tensors [B, H, rows, D], and the statistics of rows, that the direct way is handed."""
         names = [n for n in self.operand_names if n not in ("out", "dout")]
-        return [*names, "out", "lse", "dout", "dlse"] if self.backward else names
+        return [*names, "out", "lse", "dout", "dlse"] if self.is_backward else names
 
     @property
     def arguments(self) -> list[str]:

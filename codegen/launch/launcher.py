@@ -41,7 +41,7 @@ class KernelLauncher:
         found = own, measures, sums, division, descriptors
         self.parts: Sequence[Part] = [part for part in found if part is not None]
         # gradients have the width of their tensor and not its strides: rows of padded operands start elsewhere there
-        made = [f"d{n}" for n in job.operand_names if n not in ("out", "dout")] if job.backward else []
+        made = [f"d{n}" for n in job.operand_names if n not in ("out", "dout")] if job.is_backward else []
         # what TMA cannot read a target turns away before
         self._asks_alignment = descriptors is None or division is not None
         self._aligned = alignment([*job.operand_names, *made])
@@ -104,7 +104,7 @@ class KernelLauncher:
         tables = self.sums.tables(call, workspace, mode)
         for first in range(at_once, programs, at_once):
             self._list_more(ready, {**given, "first_program": first}, tables, stream)
-        if not self.job.backward:
+        if not self.job.is_backward:
             return []
         self._add_shares(results, workspace)
         return self.sums.finished(call, workspace, tables)
@@ -135,14 +135,14 @@ class KernelLauncher:
     def _given(self, call: CallTensors, results: Named, partition: Partition | None = None) -> dict[str, Any]:
         """Every tensor of the call by the name that kernels have for it, and how its work is divided."""
         given: dict[str, Any] = {"query": call.query, "key": call.key, **results, **self.own.given()}
-        if self.job.backward:  # kernels name what they do not write too
+        if self.job.is_backward:  # kernels name what they do not write too
             for name, tensor in call.tensors.items():
                 given.setdefault(f"d{name}", tensor)
         if call.value is not None:
             given["value"] = call.value
         if call.rope is not None:
             given[f"key{self.job.own_keys[0]}"] = call.rope
-            if self.job.backward:
+            if self.job.is_backward:
                 given[f"dkey{self.job.own_keys[0]}"] = results.get("drope", call.rope)
         for name, operand in call.operands.items():
             given[f"arg_{name}"] = operand
@@ -175,7 +175,7 @@ class KernelLauncher:
         rows = {**job.sequences.vocabulary}
         if job.signature.widths.value_is_key:
             rows["value"] = f"key[..., :{job.signature.widths.value_dim}]"
-        if job.backward:
+        if job.is_backward:
             block = job.padding(mode)
             rows["padded_len"] = f"(q_len + {block - 1}) // {block} * {block}"
         for part in self.parts:

@@ -1,7 +1,7 @@
 """Calls that repeat: what follows from the sizes, strides and numbers of a call is found once.
 
-The direct way of a call (binding.py) is one function. Here its lines are divided: a factory takes a call, computes
-what neither addresses nor the values of scalars change, and gives two functions: `fits`, whether another call is like
+The direct way of a call (binding.py) is one function. Here its lines are divided. A factory takes a call, and computes
+what neither addresses nor the values of scalars change. It gives two functions: `fits`, whether another call is like
 it in all that was made use of, and `launch`, which does the rest for such a call:
 
     def repeated(call):                             def fits(call):
@@ -11,8 +11,8 @@ it in all that was made use of, and `launch`, which does the rest for such a cal
         settled_0 = (batches, heads, q_len)             at_query = query.data_ptr()
                                                         lse = empty(settled_0, ...)
 
-Nothing is asked less than by the way itself: conditions on sizes and strides held for the call that the factory took,
-and `fits` asks torch in one step for all tensors whether type, device, dtype, sizes, strides and views are the same.
+Nothing is asked less than by the way itself. Conditions on sizes and strides held for the call that the factory took.
+`fits` asks torch in one step for all tensors whether type, device, dtype, sizes, strides and views are the same.
 Where a size is free, as that of a cache that grows, the lines and conditions that depend on it stay in `launch`.
 """
 
@@ -51,6 +51,8 @@ class Again(NamedTuple):
     fits: Callable[..., bool]
     launch: Callable[..., Any]  # None, with nothing done, where it cannot be launched so
     keeping: Callable[..., Any] | None = None  # the same with weights for the backward, where a launcher keeps them
+    record: Callable[..., Any] | None = None  # the output alone, whose gradients torch records
+    checked: bool = False  # whether sizes and numbers of calls that fit are those of a call that was checked
 
 
 def repeated(

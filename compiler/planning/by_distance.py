@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ...ir.expr import Const, Expr, Load
 from ...ir.walk import loads, symbols
 from ..analysis.tiles.facts import Facts
+from ..analysis.tiles.results import OperandGradient
 from ..analysis.values.distances import DISTANCE, ByDistance, levels_off, of_distance, parts_by_distance, replaced
 from .kernel import Algorithm
 from .plan import CodePlan
@@ -98,3 +100,35 @@ def levels_in(code: CodePlan, facts: Facts) -> Levels | None:
 def tables_in(code: CodePlan, facts: Facts) -> tuple[ByDistance, ...]:
     """Those that the kernels of a plan read."""
     return tables_of(facts, code.schedule.algorithm, code.signature) if code.of_module("tables") else ()
+
+
+def gradients_in(code: CodePlan, facts: Facts) -> tuple[OperandGradient, ...]:
+    """The gradients of operands that a plan has kernels for."""
+    return facts.operand_gradients(code.signature.wanted) if code.signature.direction == "backward" else ()
+
+
+class Planned:
+    """A plan of a variant, and what of its score and gradients follows from both: for what prints and what launches."""
+
+    code: CodePlan
+    facts: Facts
+
+    @property
+    def signature(self) -> Signature:
+        return self.code.signature
+
+    @property
+    def is_backward(self) -> bool:
+        return self.signature.direction == "backward"
+
+    @cached_property
+    def tables(self) -> tuple[ByDistance, ...]:
+        return tables_in(self.code, self.facts)
+
+    @cached_property
+    def levels(self) -> Levels | None:
+        return levels_in(self.code, self.facts)
+
+    @cached_property
+    def gradients(self) -> tuple[OperandGradient, ...]:
+        return gradients_in(self.code, self.facts)

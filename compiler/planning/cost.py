@@ -5,7 +5,7 @@ The formulas are in quantities.py; here are the numbers of a problem that they n
 - **Repeated reads** (`share_from_hbm`). Programs run in order of their number, as many at once as SRAM and registers
   allow. If what the running ones read again (K and V of their heads; for `streaming` Q and the running rows) fits in
   L2, it comes from HBM once. If not, programs that share a head still walk over it together, one wave after the other,
-  so it comes once a wave; a program that shares with nobody sweeps over its own rows and finds again what random
+  so it comes once a wave. A program that shares with nobody sweeps over its own rows and finds again what random
   replacement has left.
 - **Time** of a GPU is the launch, and then the longest of HBM, L2 and what SMs compute: products, exponentials, other
   instructions, masks and tiles, one after the other, each as far as it shows in that kernel's form (paces.py). Where

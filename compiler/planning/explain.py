@@ -1,6 +1,6 @@
 """A plan for a person: what moves where, how often the mask is looked at, and what bounds the time.
 
-Every figure can be worked out again from what is printed: kernels have formulas with the values of their letters, times
+Every figure can be worked out again from what is printed. Kernels have formulas with the values of their letters. Times
 follow from these and the rates of the hardware, and directions are sums of their kernels.
 """
 

@@ -99,7 +99,8 @@ class Kernel:
     # -- the form --
     follows: str | None = None  # the kernel whose form it has, being cut as that one is; None: a form of its own
     program: Callable[[Form, Segments, Traits], Declared] | None = None  # that it declares, in place of `sram`
-    refuses: Callable[[Form, Widths], str | None] | None = None  # a form that its text cannot have, in words why
+    # a form that its text cannot have for calls of these widths, in words why
+    refuses: Callable[[Form, Widths, Traits], str | None] | None = None
     registers: Callable[[int, int, int, int], float] = nothing_kept  # 32-bit: of block_q, block_kv, columns of both
     # -- the loop --
     visits: Visits = "visible"

@@ -51,7 +51,7 @@ def is_short_call(q_len: int, kv_len: int, masked: bool) -> bool:
     """Whether a dense forward is better off with low tiles of queries: tall ones would have more rows without a query.
 
     Where a mask hides about half of the pairs, low tiles also waste less of it, and as many rows are enough.
-    (docs/experiments.md has what was measured.)
+    (docs/experiments has what was measured.)
     """
     if q_len <= ALWAYS_SHORT:
         return True

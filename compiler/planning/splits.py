@@ -1,7 +1,7 @@
 """Into how many parts a split-KV kernel divides the keys of a sequence: decided on the host, from sizes alone.
 
-Lengths on the device only decide where parts begin: each sequence is cut into at most `parts` equal ones of at least
-`tiles` tiles, so that programs have as much to do whatever the lengths are, and no two plans differ in a bit.
+Lengths on the device only decide where parts begin. Each sequence is cut into at most `parts` equal ones of at least
+`tiles` tiles. So programs have as much to do whatever the lengths are, and no two plans differ in a bit.
 """
 
 from __future__ import annotations

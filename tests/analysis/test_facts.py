@@ -174,5 +174,5 @@ WINDOW, TABLE = scalar("window", int), tensor("table", 1, int)
     ids=str,
 )
 def test_whether_all_queries_see_the_first_key(mask: Expr, seen: bool) -> None:
-    """Only where it is certain: a query that does not would be waited for (docs/design.md, "The backward")."""
+    """Only where it is certain: a query that does not would be waited for (templates/hopper/README.md)."""
     assert facts_of(Attention(mask=mask)).first_key_is_seen == seen

@@ -268,7 +268,6 @@ def open_operands(order, length):
     return {"ids": ids, "document": torch.stack([ids, ids.roll(50)]), "seen": seen}
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("length", [70, 203])
 @pytest.mark.parametrize("order", ["sorted", "runs", "shuffled"])
 @pytest.mark.parametrize("name", OPEN)

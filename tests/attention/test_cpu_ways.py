@@ -18,11 +18,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
 from weft.codegen import at_once, products
 from weft.runtime.variant import variant_of
+
+from ..support import through_python
 
 X, WINDOW = weft.scalar("x", float), weft.scalar("window", int)
 SEEN, BIAS, SLOPES = weft.tensor("seen", 2, bool), weft.tensor("bias", 3), weft.tensor("slopes", 1)
@@ -305,14 +308,12 @@ def calls_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "multiplies", lambda dtype: True)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(("way", "name"), pairs(FORWARD))
 def test_forwards(way: Way, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     _check(way, name, dtype, "forward", monkeypatch)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(("way", "name"), pairs(BACKWARD))
 def test_backwards(way: Way, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,6 +337,112 @@ def _check(way: Way, name: str, dtype: torch.dtype, direction: str, monkeypatch:
         times += way.function in taken
         taken.clear()
     assert times > 2, f"{way.function} was taken by {times} inputs"
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("name", ("full", *SHORT))
+def test_what_torch_records(name: str, learns: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every input again, of who wants no log-sum-exp: gradients of operands too, where these are learned."""
+    monkeypatch.setattr(at_once, "MOST_RECORDED", 1 << 16)
+    variant, times = VARIANTS[name], 0
+    learned = [n for n in ("bias", "slopes", "pads") if learns and n in {p.name for p in variant.parameters}]
+    if learns and not learned:
+        pytest.skip("nothing of it is learned")
+    for what, case in CASES.items():
+        if name not in case.only:
+            continue
+        tensors, operands = drawn(variant, case, dtype)
+        wide = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in operands.items()}
+        exact, _ = without_lse(variant.reference, [t.double() for t in tensors], wide, learned)
+        for _ in range(4):
+            results, is_torchs = without_lse(variant, tensors, operands, learned, target="cpu")
+            names = ["out", "dquery", "dkey", "dvalue", *learned]
+            pairs = list(zip(names, results, exact, strict=True))[: None if case.gradients else 1]
+            for part, got, wanted in pairs:
+                got = torch.where(got.isnan(), wanted, got.double()) if case.or_nan else got.double()
+                largest = wanted[wanted.isfinite()].abs().amax() if wanted.isfinite().any() else 0.0
+                error = 1e-9 if dtype == torch.float64 else 2e-4
+                torch.testing.assert_close(
+                    got, wanted, rtol=error, atol=error * max(1.0, float(largest)), equal_nan=True,
+                    msg=lambda text, what=what, part=part: f"{name}, {what}: {part}: {text}",
+                )  # fmt: skip
+            times += is_torchs
+    assert times > 8, f"torch recorded {times} calls"
+
+
+def without_lse(
+    call: Callable[..., Any], tensors: list[Tensor], operands: dict[str, Any], learned: list[str], **options: Any
+) -> tuple[list[Tensor], bool]:
+    """out and the gradients, and whether the graph has no function of Python."""
+    tensors = [t.detach().requires_grad_() for t in tensors]
+    own = {n: operands[n].detach().requires_grad_() for n in learned}
+    out = call(*tensors, **{**operands, **own}, **options)
+    dout = torch.linspace(-1.0, 1.0, out.numel(), dtype=torch.float64).view(out.shape)
+    found = torch.autograd.grad(out, [*tensors, *own.values()], dout.to(out.dtype))
+    return [out.detach(), *found], "Recorded" not in out.grad_fn.name()
+
+
+def test_a_mask_that_is_kept_is_made_anew_of_other_numbers() -> None:
+    """Whoever wrote them: torch, `.data`, or numpy. A view of an operand sees them anyway."""
+    tensors = [torch.randn(1, heads, 40, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    seen, bias = torch.rand(40, 40) < 0.7, torch.randn(HEADS, 40, 40)
+    operands = {"seen": seen, "slopes": torch.rand(HEADS), "bias": bias, "pads": torch.randn(1, 40)}
+    seen[:, 0] = True
+
+    def check() -> None:
+        for name in ("seen", "alibi", "bias", "pads"):
+            own = {p.name: {"x": 0.25, **operands}[p.name] for p in VARIANTS[name].parameters}
+            wanted = VARIANTS[name].reference(*tensors, **own)
+            for _ in range(3):
+                torch.testing.assert_close(VARIANTS[name](*tensors, **own, target="cpu"), wanted, rtol=1e-4, atol=1e-4)
+
+    check()
+    with torch.inference_mode():
+        check()
+    seen.numpy()[3, 1:] = False
+    operands["slopes"].data.mul_(2.0)
+    bias.numpy()[1] = 0.0
+    operands["pads"][0, 3] = -math.inf
+    check()
+    operands["slopes"].set_(torch.rand(HEADS))
+    bias.data = torch.randn(HEADS, 40, 40)
+    check()
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_gradients_of_an_operand_whose_places_are_one_number(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place has its own gradient, as torch has it of an expanded leaf; views of other strides too."""
+    monkeypatch.setattr(at_once, "MOST_RECORDED", 1 << 16)
+    tensors = [torch.randn(1, heads, 40, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    given = {"seen": torch.ones(40, 40, dtype=torch.bool), "x": 0.25}
+    for bias in (torch.randn(1, 40, 40).expand(HEADS, -1, -1), torch.randn(HEADS, 40, 40).mT):
+        for _ in range(times):
+            wide, own = bias.double().requires_grad_(), bias.detach().requires_grad_()
+            exact = VARIANTS["bias"].reference(*(t.double() for t in tensors), bias=wide, **given).square().sum()
+            found = VARIANTS["bias"](*tensors, bias=own, target="cpu", **given).square().sum()
+            pair = [torch.autograd.grad(x, leaf)[0] for x, leaf in ((found, own), (exact, wide))]
+            torch.testing.assert_close(pair[0].double(), pair[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ("full", *SHORT))
+def test_layers_are_computed_again_as_they_were(name: str) -> None:
+    """By torch.utils.checkpoint, which counts what is kept: the first call is recorded as the ones that are known."""
+    tensors, operands = drawn(VARIANTS[name], CASES["scale 0"], torch.float32)
+    operands["x"] = 0.25
+    variant = VARIANTS[name].replace(name=f"again_{name}")
+    tensors = [t.requires_grad_() for t in tensors]
+
+    def layer(x: Tensor) -> Tensor:
+        return variant(x, *tensors[1:], target="cpu", **operands)
+
+    out = tensors[0]
+    for _ in range(4):
+        out = checkpoint(layer, out, use_reentrant=False)
+    plain = layer(layer(layer(layer(tensors[0]))))
+    for got, wanted in zip(*(torch.autograd.grad(x.sum(), tensors) for x in (out, plain)), strict=True):
+        assert torch.equal(got, wanted)
 
 
 def modules() -> Iterator[ModuleType]:
@@ -380,6 +487,7 @@ def test_a_plan_says_which_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
 def test_weights_are_kept_where_a_backward_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of short calls alone, and let go with the graph."""
     keep_weights(monkeypatch)
+    through_python(monkeypatch)
     variant, saved = VARIANTS["seen"], list[torch.Size]()
 
     def look(tensor: Tensor) -> Tensor:

@@ -88,7 +88,6 @@ def packed(heads=2, kv_heads=1, dim=16, value_dim=None, dtype=torch.float32, giv
 KINDS = {"padded": (padded, PADDED), "packed": (packed, PACKED)}
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", VARIANTS)
@@ -97,7 +96,6 @@ def test_masks_and_scores(name, kind, target):
     check_variant(variant, *make(), target=target, operands=operands | lengths)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", ["sorted", "unsorted"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["documents", "by head"])
@@ -117,7 +115,6 @@ def test_tiles_of_long_axes_that_are_measured_in_stretches(name, kind, order, mo
         variant._variant.forget()
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", ["sorted", "unsorted"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["documents", "by head"])

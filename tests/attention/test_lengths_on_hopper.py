@@ -252,7 +252,6 @@ MEASURED = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MEASURED)
@@ -296,7 +295,6 @@ def check_forward(variant, kind, dim, heads=2, kv_heads=1, offset=None, operands
         check_errors(results[name], exact[n], usual[n], f"{variant.name} {kind} {name}")
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [*KINDS, "paged"])
 @pytest.mark.parametrize("name", MEASURED)
 def test_outputs_of_measured_tiles(name, kind):

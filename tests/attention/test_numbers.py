@@ -83,7 +83,6 @@ FLAT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", ["flash", "streaming", "standard"])
 @pytest.mark.parametrize("case", FLAT)
 def test_scores_that_are_no_full_tile_or_infinite(case: str, target: str, schedule: str) -> None:
@@ -296,7 +295,6 @@ FAR = {
 SIZES = (-1e4, -1e9, 1e9, torch.finfo(torch.float32).min)
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("schedule", ["flash", "streaming", "standard"])
 @pytest.mark.parametrize("case", FAR)
 @pytest.mark.parametrize("size", SIZES)

@@ -15,7 +15,7 @@ from weft import head, kv_pos, masks, q_pos, score
 from weft.codegen import products
 from weft.ir.errors import WeftError
 
-from ..support import check_variant, poisoned
+from ..support import check_variant, poisoned, through_python
 from .test_cpu_target import EPSILON
 
 pytestmark = pytest.mark.skipif(products.own_backward() is None, reason="torch's own backward is not there")
@@ -36,7 +36,8 @@ PLACES = [
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Calls of torch's backward."""
+    """Calls of torch's backward, from Python alone."""
+    through_python(monkeypatch)
     found, calls = products.own_backward(), []
 
     def counted(*arguments: Any, **options: Any) -> Any:

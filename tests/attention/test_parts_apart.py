@@ -1,4 +1,4 @@
-"""Documents in parts that lie apart: tiles between them are not visited, and results are those of float64.
+"""Documents in several parts: tiles between them are not visited, and results are those of float64.
 
 On `cpu`, in Triton's interpreter, and on `hopper` in gluon.py. NaN in values and in gradients of the output of one
 document shows who visits its tiles: a weight of 0 does not hide it.
@@ -107,7 +107,6 @@ def stretch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         long_from(monkeypatch, 0, request.param)
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("target", TARGETS)
@@ -121,7 +120,6 @@ def test_documents_in_runs(target: str, name: str, deterministic: bool, stretch:
         check_errors(*tensors, f"{target} {name} {label}")
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", ["causal", "two ranges"])
 @pytest.mark.parametrize("target", TARGETS)

@@ -381,7 +381,6 @@ def test_a_short_call_is_torchs_whatever_makes_tiles_fast(monkeypatch):
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("lengths", [(600, 600), (70, 900), (30, 30), (1, 500)], ids=str)
 def test_any_number_of_threads_gives_the_same_and_repeats_bit_for_bit(threads, name, lengths):

@@ -42,7 +42,6 @@ def operands(sizes: Sizes, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
     )
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("variant", "sizes", "scalars"),

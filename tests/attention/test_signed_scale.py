@@ -38,7 +38,6 @@ def tensors(dtype: torch.dtype = torch.float32, kv_heads: int = 2):
 TARGETS = [("interpret", "flash"), ("interpret", "streaming"), ("interpret", "standard"), ("cpu", None)]
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("target", "schedule"), mostly([t for t in TARGETS if t[1] != "standard"], TARGETS))
 @pytest.mark.parametrize("signs", SIGNS, ids=["mixed", "zeros", "smallest", "all_zero"])
 @pytest.mark.parametrize("differentiate", [(), ("factor",)], ids=["", "dfactor"])

@@ -47,7 +47,6 @@ def check_sinks(variant, kind, target, around=0.0, **options):
     check_variant(variant, *make(), target=target, operands=operands | lengths, differentiate=floats, **options)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SINKS)

@@ -216,14 +216,12 @@ def test_zigzag_keys(name: str) -> None:
     check(name, "zigzag")
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["window", "alibi", "documents", "key bias", "pair bias", "t5", "dropout"])
 @pytest.mark.parametrize("kind", ["ordered", "striped_dense", "striped_zigzag"])
 def test_rows_that_lie_otherwise(kind: str, name: str) -> None:
     check(name, kind)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["full", "window", "alibi", "documents", "sink"])
 @pytest.mark.parametrize("kind", ["zigzag", "ordered"])
 def test_few_queries(kind: str, name: str) -> None:

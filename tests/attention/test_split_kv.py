@@ -257,7 +257,7 @@ def test_division():
     ("device", "wanted"), [("h100", [3, 10, 10, 11, 16, 32]), ("h200", [3, 3, 6, 11, 32, 32])], ids=lambda x: str(x)[:4]
 )
 def test_divisions_of_pages_that_were_timed(device, wanted):
-    """B16 and B64 of 8k, 64 of up to 16k, B4 of 4k, B1 of 4k and of 64k (docs/experiments.md, "Divided keys")."""
+    """B16 and B64 of 8k, 64 of up to 16k, B4 of 4k, B1 of 4k and of 64k (docs/experiments, "Divided keys")."""
     form, parts, machine = Tiling(16, 64, 4, 3), segments_of(CAUSAL, Widths(128, 128)), by_name(device)
     found = []
     for number, tokens in ((16, 8192), (64, 8192), (64, 16384), (4, 4096), (1, 4096), (1, 65536)):

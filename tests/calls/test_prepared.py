@@ -26,6 +26,8 @@ from weft.runtime.variant import Variant
 pytest.importorskip("triton")
 from weft.codegen.launch.launcher import KernelLauncher
 
+from ..support import through_python
+
 window, heat = weft.scalar("window", int), weft.scalar("heat", float)
 gain, doc = weft.tensor("gain", 1), weft.tensor("doc", 1, int)
 RECENT = weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="prepared_recent")
@@ -134,7 +136,10 @@ def test_a_float_that_is_annealed_prepares_nothing(target: str, prepared: Counte
 
 
 @TARGETS
-def test_an_int_given_for_a_float_prepares_nothing(target: str, prepared: Counter[str]) -> None:
+def test_an_int_given_for_a_float_prepares_nothing(
+    target: str, prepared: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    through_python(monkeypatch)
     variant = HEATED.replace(name=f"prepared_int_for_float_{target}")
     tensors = three(8)
     check(variant, target, tensors, heat=0.5)
@@ -161,7 +166,7 @@ def test_gradients_of_a_shared_key_have_one_type_whatever_the_heads(monkeypatch:
     launch, types = KernelLauncher.__call__, []
 
     def recorded(self: Any, call: Any, results: Any, workspace: Any, partition: Any) -> Any:
-        if self.job.backward:
+        if self.job.is_backward:
             given = {**self._given(call, results), **workspace}
             types.append({name: value.dtype for name, value in given.items() if isinstance(value, Tensor)})
         return launch(self, call, results, workspace, partition)

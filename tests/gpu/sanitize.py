@@ -33,7 +33,7 @@ from weft import head, kv_pos, masks, q_pos, score, scores
 
 ALL_TARGETS = ("hopper", "triton", "cpu")  # cpu: to see that cases run, where there is no GPU
 TOOLS = ("memcheck", "synccheck", "initcheck")
-# Cases of a tool in which it takes for an error what is none (docs/experiments.md): several warps that wait at one
+# Cases of a tool in which it takes for an error what is none (docs/experiments): several warps that wait at one
 # hardware barrier; a word that is read beside one that says that it means nothing, and what TMA wrote.
 LEFT_OUT = {"synccheck": "dropout.*hopper", "initcheck": "^packed-|dropout-hopper-dim=192-deterministic"}
 BF16 = torch.bfloat16

@@ -22,7 +22,7 @@ SEEN = 4  # documents that are looked at
 
 
 def documents(rows: int, length: int, order: str, seed: int = 5) -> Tensor:
-    """Ids of documents of any length: sorted, in any order, or each in several parts that lie apart."""
+    """Ids of documents of any length: sorted, in any order, or each in several parts."""
     generator = torch.Generator().manual_seed(seed)
     number = max(2, length // 700)
     found = torch.randint(0, number, (rows, length), generator=generator).sort().values

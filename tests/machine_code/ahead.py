@@ -7,15 +7,19 @@ Triton then compiles each kernel for the architecture asked for, with the `ptxas
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import inspect
 import io
+import os
+import pickle
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar, cast
 
 import torch
 import triton
@@ -23,7 +27,8 @@ from torch import Tensor
 from triton import knobs
 
 import weft
-from weft.codegen.ahead import Compilation, compilations
+from weft.codegen.ahead import Compilation, compilations, gpu_target
+from weft.codegen.launch.launching import assembled
 from weft.codegen.targets.gluon.program import Program
 from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.analysis.tiles.results import Traits
@@ -38,6 +43,8 @@ from weft.runtime.call import Call, Choices, Dense, Lengths, Operand, Packed, Pa
 from weft.runtime.driver import Compiled, compile_kernels
 
 Direction = Literal["forward", "backward"]
+Result = TypeVar("Result")
+KEPT = Path(__file__).parents[2] / "build" / "compiled"  # what all workers, and runs, compiled
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -71,11 +78,7 @@ class Kernel:
     @cached_property
     def sass(self) -> list[tuple[int, str]]:
         """Machine code of an NVIDIA GPU: address and text of each instruction."""
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(self.cubin)
-            file.flush()
-            command = [str(NVIDIA_TOOLS / "cuobjdump"), "--dump-sass", file.name]
-            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        text = kept(hashlib.sha256(self.cubin).hexdigest() + ".sass", partial(_disassembled, self.cubin))
         return [(int(a, 16), i) for a, i in re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.MULTILINE)]
 
     def instructions(self, opcode: str) -> int:
@@ -96,6 +99,14 @@ class Kernel:
         loops = [(first, last) for first, last in jumps if first < last]
         inner = [(f, b) for f, b in loops if not any(f <= first and last < b for first, last in loops)]
         return [[text for at, text in self.sass if first <= at <= last] for first, last in inner]
+
+
+def _disassembled(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(NVIDIA_TOOLS / "cuobjdump"), "--dump-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 class Room(NamedTuple):
@@ -177,10 +188,10 @@ def compiled(
         )
     planned = wanted is None and floats == torch.float32
     signature = replace(signature, doubles=floats == torch.float64)
-    with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
-        made = compile_kernels(variant, signature, machine, target, str(plan.schedule) if planned else schedule)
-        found = launched(made, variant, sizes, q_offset, page, floats)
-        kernels = {seen.name: compile_ahead(seen, machine) for seen in found}
+    made = compile_kernels(variant, signature, machine, target, str(plan.schedule) if planned else schedule)
+    kernels = {
+        seen.name: compile_ahead(seen, machine) for seen in launched(made, variant, sizes, q_offset, page, floats)
+    }
     rooms = _rooms(made.resolved.code, sizes, machine, facts_of(variant).traits)
     return Module({k.name: k for k in plan.kernels if k.direction == direction}, kernels, rooms)
 
@@ -250,10 +261,15 @@ def _operands(variant: Attention, sizes: Shape, floats: torch.dtype) -> dict[str
 
 # -- compilation -> machine code -------------------------------------------------------------------------------------
 def compile_ahead(seen: Compilation, machine: Hardware) -> Kernel:
-    """Compile one kernel for a machine of compiler/planning/machines/hardware.py, here and now.
+    """Compile one kernel for a machine of compiler/planning/machines/hardware.py, or find it as it was compiled before.
 
     Triton's cache is passed by, because what ptxas says is not in it.
     """
+    asked = seen._source().hash(), gpu_target(machine), sorted(seen.options.items()), triton.__version__, HOW
+    return kept(hashlib.sha256(repr(asked).encode()).hexdigest() + ".kernel", partial(_compile, seen, machine))
+
+
+def _compile(seen: Compilation, machine: Hardware) -> Kernel:
     said = io.StringIO()
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(said):
         knobs.compilation.always_compile = True
@@ -265,3 +281,20 @@ def compile_ahead(seen: Compilation, machine: Hardware) -> Kernel:
         seen.name, made.metadata.shared, sum(int(a or b) for a, b in spilled), assembly, said.getvalue(),
         made.asm.get("cubin", b""), bool(seen.options.get("launch_pdl")),
     )  # fmt: skip
+
+
+# What makes a Kernel of a source; a change of it compiles all anew.
+HOW = hashlib.sha256("".join(map(inspect.getsource, (_compile, Compilation, assembled))).encode()).hexdigest()
+
+
+def kept(name: str, make: Callable[[], Result]) -> Result:
+    """What was made under this name before, by this run or another: the name says all that it depends on."""
+    path = KEPT / name
+    with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+        return cast(Result, pickle.loads(path.read_bytes()))
+    result = make()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(pickle.dumps(result))
+    os.replace(file.name, path)
+    return result

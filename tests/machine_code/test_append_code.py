@@ -15,6 +15,8 @@ from weft.compiler.planning.signature import starts_early
 
 from .ahead import compile_ahead
 
+pytestmark = pytest.mark.compiles
+
 WIDTHS = [("h200", 128, 128), ("a100", 576, 0), ("mi300x", 128, 128)]
 
 

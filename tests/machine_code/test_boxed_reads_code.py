@@ -18,6 +18,8 @@ pytest.importorskip("triton")
 from . import ahead
 from .ahead import Kernel, Module, compiled, count_opcode
 
+pytestmark = pytest.mark.compiles
+
 BIAS = weft.tensor("bias", 4)
 MASKS = {"full": True, "causal": kv_pos <= q_pos}
 VARIANTS = {
@@ -39,7 +41,6 @@ def loads(kernel: Kernel, opcode: str) -> list[int]:
     return [count_opcode(opcode, loop) for loop in kernel.product_loops()]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_forward(name: str, head_dim: int) -> None:
@@ -62,7 +63,6 @@ def test_a_slot_is_given_back_after_it_was_read() -> None:
         assert votes and any(n > votes[0] for n in arrivals)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_one_pass(name: str, head_dim: int) -> None:
@@ -76,7 +76,6 @@ def test_one_pass(name: str, head_dim: int) -> None:
     assert set(loads(own, "UTMASTG")) == {1}
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sequences", ["packed", "paged", "lengths"])
 def test_sequences(sequences: str) -> None:
     own = [module("causal", "forward", 64, sequences).kernels["flash_forward"]]

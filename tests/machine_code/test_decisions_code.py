@@ -12,6 +12,8 @@ from .ahead import compiled
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.compiles
+
 QUOTIENT = weft.Attention(mask=weft.floor((q_pos - kv_pos) / 7) % 2 == 0, name="quotient")
 SUMMED = weft.Attention(mask=weft.floor(0.7 * q_pos - 7.0) <= kv_pos, name="summed")
 SMOOTH = weft.Attention(score * (1.0 / (1.0 + abs(score) / 3.0)), name="smooth")

@@ -12,6 +12,8 @@ from .ahead import compiled, count_opcode
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.compiles
+
 T5 = weft.Attention(scores.t5_bias(weft.tensor("table", 2), bidirectional=False)(score), kv_pos <= q_pos, name="t5")
 
 

@@ -10,6 +10,8 @@ from weft import masks
 pytest.importorskip("triton")
 from .ahead import Kernel, compiled, count_opcode
 
+pytestmark = pytest.mark.compiles
+
 PLAIN = weft.Attention(mask=masks.causal, name="causal")
 DROPPED = PLAIN.replace(dropout=0.1, name="dropped")
 ROUNDS = 7
@@ -57,7 +59,6 @@ def test_drawers_of_the_hopper_forward() -> None:
 CAPPED = DROPPED.replace(score=20.0 * weft.tanh(weft.score / 20.0))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("variant", "width", "schedule"),
     [(DROPPED, 64, None), (CAPPED, 128, "flash/flash_forward=hopper:128x128s2q1+lazy")],
@@ -79,7 +80,6 @@ def test_other_gpus(device: str, direction: str) -> None:
         assert bool(kernel.count(product)) == name.startswith("flash_"), name
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("variant", "width"), [(CAPPED, 128), (DROPPED.replace(mask=masks.document(weft.tensor("doc", 2, int))), 64)]
 )
@@ -99,7 +99,6 @@ def drawing_loops(kernel: Kernel) -> list[list[str]]:
 SPILLED_KEYS = 3  # keys of rounds, which a drawer of sequences with lengths may load anew for each counter
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sequences", ["lengths", "packed"])
 @pytest.mark.parametrize("width", [64, 128])
 def test_the_hopper_backward_of_sequences(width: int, sequences: str) -> None:
@@ -116,7 +115,6 @@ def test_the_hopper_backward_of_sequences(width: int, sequences: str) -> None:
         assert count_opcode("(?:LDL|STL)", loop) <= SPILLED_KEYS
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sequences", ["dense", "packed"])
 @pytest.mark.parametrize(("width", "value_dim"), [(64, 64), (128, 128), (192, 128)])
 def test_the_hopper_backward_in_two_passes(width: int, value_dim: int, sequences: str) -> None:
@@ -136,7 +134,6 @@ def test_the_hopper_backward_in_two_passes(width: int, value_dim: int, sequences
     assert not any(count_opcode("(?:LDL|STL)", loop) for loop in drawn)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("variant", "width"), [(DROPPED, 128), (CAPPED, 64), (DROPPED, 80)])
 def test_the_hopper_backward(variant: weft.Attention, width: int) -> None:
     """Drawers compute a counter once for sixteen pairs; consumers look at bits, few instructions for each pair."""

@@ -12,6 +12,8 @@ from .ahead import compiled, count_opcode
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.compiles
+
 MOST = {"flash_backward": 8, "flash_dkey_dvalue": 160}  # bytes of a thread, as with tanh
 SOFT = weft.Attention(weft.softplus(score), kv_pos <= q_pos, name="soft")
 

@@ -15,6 +15,8 @@ from ..support import mostly
 pytest.importorskip("triton")
 from .ahead import Module, compiled, count_opcode, stale_addresses
 
+pytestmark = pytest.mark.compiles
+
 by_head = weft.tensor("by_head", 2)
 MASK = kv_pos <= q_pos
 VARIANTS = {
@@ -34,7 +36,6 @@ def module(name: str, head_dim: int, deterministic: bool) -> Module:
     )  # fmt: skip
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", mostly([128], [64, 80, 128]))
 @pytest.mark.parametrize("name", VARIANTS)
@@ -67,7 +68,6 @@ def test_a_table_that_levels_off_leaves_registers_for_128_queries() -> None:
     assert len(loop) < 2100, "2,571 before"
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sequences", ["packed", "lengths"])
 def test_sequences(sequences: str) -> None:
     for name in ("t5", "by_key"):

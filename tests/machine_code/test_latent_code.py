@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-
 import pytest
 import torch
 
@@ -21,6 +19,8 @@ from ..support import mostly
 from .ahead import compile_ahead, count_opcode, stale_addresses
 from .ahead import compiled as compiled_of_widths
 from .test_ahead import PLAN_SLACK, check_full_loops, check_wgmma
+
+pytestmark = pytest.mark.compiles
 
 CAUSAL = weft.Attention(mask=masks.causal, latent=weft.Latent(512, 64), scale=0.1, name="latent_causal")
 ALIBI = weft.Attention(
@@ -62,11 +62,10 @@ def compiled(variant, kind, heads, q_len, page, form, few_queries=True):
     }  # fmt: skip
     operands = {p.name: torch.empty([2] * (p.rank - 1) + [heads]) for p in variant.parameters}
     call = Call(query, key, None, None, operands, kinds[kind], Choices(), width)
-    with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
-        made = compile_kernels(variant, signature, machine, None, f"split_kv/split_forward=hopper:{form}")
-        results = {"out": out, "lse": torch.empty(*([2] if facts_of(variant).scores_lie_far else []), *out.shape[:3])}
-        found = compilations(made.resolved.target, made.modules, made.resolved.code, facts_of(variant), call, results)
-        return {seen.name: compile_ahead(seen, machine) for seen in found}
+    made = compile_kernels(variant, signature, machine, None, f"split_kv/split_forward=hopper:{form}")
+    results = {"out": out, "lse": torch.empty(*([2] if facts_of(variant).scores_lie_far else []), *out.shape[:3])}
+    found = compilations(made.resolved.target, made.modules, made.resolved.code, facts_of(variant), call, results)
+    return {seen.name: compile_ahead(seen, machine) for seen in found}
 
 
 CASES = [
@@ -95,15 +94,15 @@ CHUNKS = [
 @pytest.mark.parametrize(
     ("variant", "kind", "heads", "q_len", "page", "form"), mostly([CASES[3], CHUNKS[1]], [*CASES, *CHUNKS])
 )
-def test_latent_tiles_fit_and_overlap(variant, kind, heads, q_len, page, form):
+def test_latent_tiles_fit_and_overlap(variant, kind, heads, q_len, page, form, recorded):
     kernels = compiled(variant, kind, heads, q_len, page, form, few_queries=q_len <= FEW_QUERIES)
     assert kernels.keys() == {"split_forward", "join_parts"}
     split = kernels["split_forward"]
     assert split.sram <= by_name("h200").sram_per_block and not split.serialised
-    assert split.product_loops() and split.spills_in_loops() <= (40 if variant is FAR else 0)
-    assert split.spilled < (448 if kind == "packed_paged" else 256)  # of the producer, and before loops
+    assert split.product_loops() and (variant is FAR or not split.spills_in_loops())
+    recorded("split_forward", spilled=split.spilled, in_loops=split.spills_in_loops())
     assert split.count("cp.async.bulk.tensor") >= 9 and split.count("wgmma.mma_async")
-    assert kernels["join_parts"].spilled <= 16
+    recorded("join_parts", spilled=kernels["join_parts"].spilled)
     lines = split.count(r"prefetch\.")
     assert lines == split.count(r"prefetch\.global\.L2")  # bulk prefetches of lanes go one after the other
     is_early = "prefetch" in form and q_len <= FEW_QUERIES
@@ -143,7 +142,7 @@ def test_keys_in_two_tensors_fit_and_overlap(name, head_dim, value_dim):
     ("name", "head_dim", "value_dim"),
     mostly([("causal", 192, 128)], [("causal", 192, 128), ("softcap", 192, 128), ("narrow", 96, 64)]),
 )
-def test_gradients_of_keys_in_two_tensors_fit_and_overlap(name, head_dim, value_dim, deterministic):
+def test_gradients_of_keys_in_two_tensors_fit_and_overlap(name, head_dim, value_dim, deterministic, recorded):
     module = compiled_of_widths(
         EXPANDED[name], "backward", head_dim, value_dim=value_dim, target="hopper", wanted=MAIN,
         deterministic=deterministic,
@@ -154,7 +153,7 @@ def test_gradients_of_keys_in_two_tensors_fit_and_overlap(name, head_dim, value_
         assert kernel.sram <= by_name("h200").sram_per_block and not kernel.spills_in_loops()
         if head_dim > 128:  # a share of dQ lies in as many columns as the larger of two
             assert kernel.sram <= module.plans[kernel.name].sram_bytes.value + PLAN_SLACK, kernel.name
-        assert kernel.spilled <= 32, kernel.name
+        recorded(kernel.name, spilled=kernel.spilled)
         if kernel.name in (main, "flash_dquery"):
             check_wgmma(kernel)
     added = module.kernels[main].count(r"cp\.reduce\.async\.bulk\.tensor")
@@ -170,7 +169,9 @@ OF_LENGTHS = [
 @pytest.mark.parametrize(
     ("name", "head_dim", "value_dim", "sequences", "deterministic"), mostly(OF_LENGTHS[:1], OF_LENGTHS)
 )
-def test_lengths_cost_gradients_of_keys_in_two_tensors_nothing(name, head_dim, value_dim, sequences, deterministic):
+def test_lengths_cost_gradients_of_keys_in_two_tensors_nothing(
+    name, head_dim, value_dim, sequences, deterministic, recorded
+):
     """Loops are those of dense calls; a rotary key and the sum of its gradient lie where the sequence does."""
     dense, made = (
         compiled_of_widths(
@@ -182,8 +183,8 @@ def test_lengths_cost_gradients_of_keys_in_two_tensors_nothing(name, head_dim, v
     assert dense.keys() == made.keys() - {"query_work", "key_work"}
     for name, kernel in dense.items():
         own = made[name]
-        assert own.sram <= kernel.sram + 256 and not own.serialised and not stale_addresses(own), name
-        assert own.spills_in_loops() == 0 and own.spilled <= kernel.spilled + 16, name
+        assert not own.serialised and not stale_addresses(own) and own.spills_in_loops() == 0, name
+        recorded(name, more_sram=own.sram - kernel.sram, spilled=own.spilled)
         for pattern in ("wgmma.mma_async", "cp.async.bulk.tensor", r"cp\.reduce\.async\.bulk\.tensor"):
             assert own.count(pattern) == kernel.count(pattern), f"{name}: {pattern}"
         for ours, theirs in zip(own.product_loops(), kernel.product_loops(), strict=True):

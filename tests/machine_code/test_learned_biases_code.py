@@ -10,6 +10,8 @@ from weft import batch, head, kv_pos, q_pos, score
 pytest.importorskip("triton")
 from .ahead import compiled
 
+pytestmark = pytest.mark.compiles
+
 CAUSAL = kv_pos <= q_pos
 BIAS, TABLE = weft.tensor("bias", 4), weft.tensor("table", 2)
 APART = weft.minimum(weft.maximum(weft.tensor("apart", 3, int)[batch, q_pos, kv_pos], 0), 31)
@@ -28,7 +30,6 @@ LISTED = weft.Attention(score + TABLE[head, APART], CAUSAL, name="graphormer")
 PRODUCTS = {"h200": "wgmma.mma_async", "a100": "mma.sync", "mi300x": "v_mfma"}
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kernel", VARIANTS)
 def test_sm_90(kernel: str, head_dim: int) -> None:

@@ -13,13 +13,14 @@ pytest.importorskip("triton")
 from ..support import mostly
 from .ahead import compiled, stale_addresses
 
+pytestmark = pytest.mark.compiles
+
 CAUSAL = weft.Attention(mask=kv_pos <= q_pos, name="causal")
 DOCUMENTS = weft.Attention(mask=(kv_pos <= q_pos) & weft.masks.document(weft.tensor("doc", 2, int)), name="documents")
 LISTS = {"query_work", "key_work"}  # before the others, of packed calls
 PRODUCTS = {"h200": "wgmma.mma_async", "a100": "mma.sync", "mi300x": "v_mfma"}
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("sequences", ["lengths", "packed"])
 def test_loops_are_those_of_dense_kernels(sequences, direction):
@@ -95,7 +96,6 @@ def test_loops_of_two_passes_on_hopper_are_those_of_dense_kernels(variant, seque
             assert len(ours) <= 1.06 * len(theirs), name
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("device", ["a100", "mi300x"])
 @pytest.mark.parametrize("sequences", mostly(["packed"], ["lengths", "packed"]))
@@ -122,7 +122,6 @@ def test_sinks_cost_the_loops_nothing(sequences, device):
     assert not alone.kernels["flash_dquery"].count("mma")
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("target", ["hopper", "triton"])
 def test_measured_tiles_of_packed_sequences(target):
     kernels = compiled(DOCUMENTS, "backward", 64, sequences="packed", target=target).kernels
@@ -144,7 +143,6 @@ def test_pages_are_copied_16_bytes_at_a_time(page, sequences):
 COUNTED = ("wgmma.mma_async", "mma.sync", "cp.async.c")
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 def test_long_sequences_have_the_loops_of_all(target):
     """Which sequences are whose is settled before the loops, on either target."""

@@ -14,6 +14,8 @@ from weft.compiler.planning.machines.hardware import by_name
 
 from .ahead import compile_ahead
 
+pytestmark = pytest.mark.compiles
+
 
 @pytest.mark.parametrize(("device", "group", "entries"), [
     ("h200", 128, torch.int32), ("h200", 64, torch.int64), ("a100", 128, torch.int32), ("mi300x", 128, torch.int32),

@@ -10,6 +10,8 @@ from weft import batch, kv_pos, masks, q_pos
 pytest.importorskip("triton")
 from .ahead import compiled
 
+pytestmark = pytest.mark.compiles
+
 BLOCKS = weft.Attention(mask=masks.causal & masks.block_sparse(weft.tensor("blocks", 4, bool)), name="blocks")
 ALLOWED = weft.Attention(mask=weft.tensor("allowed", 3, bool)[batch, q_pos, kv_pos], name="allowed")
 CAUSAL = weft.Attention(mask=kv_pos <= q_pos, name="causal")

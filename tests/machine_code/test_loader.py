@@ -103,6 +103,7 @@ def test_an_error_in_the_source_names_the_file_and_leaves_no_module(tmp_path):
     assert not [name for name in sys.modules if "broken" in name and name.startswith("weft_generated")]
 
 
+@pytest.mark.compiles
 @needs_triton
 def test_the_checked_text_is_compiled_even_if_the_file_changes_or_goes(file):
     module = load(file)
@@ -111,6 +112,7 @@ def test_the_checked_text_is_compiled_even_if_the_file_changes_or_goes(file):
     assert "ex2.approx" in compile_rows(module)
 
 
+@pytest.mark.compiles
 @needs_triton
 def test_a_module_that_was_never_on_disk(tmp_path):
     module = load(Path("<weft some-entry>"), source=KERNELS)
@@ -132,6 +134,7 @@ def test_interpreted_kernels_run_where_triton_was_imported_for_compiling(file, d
     assert isinstance(tl.max, triton.JITFunction)
 
 
+@pytest.mark.compiles
 @needs_triton
 def test_the_interpreter_leaves_triton_as_it_was(file):
     import triton.language as tl

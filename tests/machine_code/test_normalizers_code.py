@@ -13,6 +13,8 @@ from ..support import mostly
 pytest.importorskip("triton")
 from .ahead import Module, compiled, count_opcode, stale_addresses
 
+pytestmark = pytest.mark.compiles
+
 VARIANTS = {"causal": {}, "capped": {"score": 20.0 * weft.tanh(score / 20.0)}}
 SPECIAL = {("sigmoid", 64): 1.25, ("sigmoid", 128): 2.0}  # instructions of the special units for a weight
 PAIRS = 64  # of a thread, of a visited tile
@@ -50,7 +52,6 @@ def test_backwards(normalizer: str, deterministic: bool, head_dim: int) -> None:
     check(found)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sequences", ["lengths", "packed"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_sequences(sequences, direction) -> None:

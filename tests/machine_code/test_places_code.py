@@ -24,6 +24,8 @@ from ..support import poisoned
 KERNEL = """import triton
 import triton.language as tl
 
+pytestmark = pytest.mark.compiles
+
 
 @triton.jit
 def read(out, arg_bias, s0_bias, s1_bias, s2_bias, head):

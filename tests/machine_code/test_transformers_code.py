@@ -16,6 +16,8 @@ from weft.integrations.transformers import DECLARED, declared  # noqa: E402
 
 from .ahead import compiled  # noqa: E402
 
+pytestmark = pytest.mark.compiles
+
 IDS, SEEN = torch.zeros(2, 8, dtype=torch.long), torch.tensor([[False] + [True] * 7] * 2)
 FUNCTIONS = {
     "a padded window": masking.sliding_window_causal_mask_function(4),

@@ -245,7 +245,7 @@ def test_a_long_sequence_is_explained_in_about_a_second() -> None:
 def test_a_plan_is_explained_in_under_a_second_beyond_starting_python() -> None:
     code = """
 import time, sys
-import weft.ir.attention, weft.compiler.analysis.facts
+import weft.ir.attention, weft.compiler.analysis.tiles.facts
 started = time.process_time()
 sys.path.insert(0, sys.argv[1])
 from . import test_explain

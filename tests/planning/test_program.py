@@ -16,6 +16,7 @@ from weft.codegen.targets.hopper.forms import HopperForm
 from weft.codegen.targets.hopper.held import Held
 from weft.codegen.targets.hopper.kernels import forward
 from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.results import Traits
 from weft.compiler.planning.formulas import formula_text
 from weft.compiler.planning.plan import CodePlan, KernelCode
 from weft.compiler.planning.quantities import Sizes
@@ -190,7 +191,8 @@ def test_a_form_that_a_kernel_takes_has_a_program() -> None:
         except InternalError as error:
             assert drawers and re.search("hardware barriers|registers", str(error))
             refused.append((consumers, stages))
-            assert forward.FLASH_FORWARD.refuses is not None and forward.FLASH_FORWARD.refuses(form, widths)
+            refuses = forward.FLASH_FORWARD.refuses
+            assert refuses is not None and refuses(form, widths, Traits(drops=drawers))
     assert refused == [(2, 4), (3, 2), (3, 3), (3, 4)]
 
 

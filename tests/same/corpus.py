@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -80,14 +80,14 @@ _LENGTHS = (700, 33, 256, 1)
 
 def _operands(variant: weft.Attention, rows: int, sequences: int) -> dict[str, Any]:
     """Values for what the mask reads, on which tile counts of a plan depend."""
-    made = {
-        "window": 300,
-        "doc": torch.arange(rows).div(100, rounding_mode="floor").repeat(sequences, 1),
-        "valid": torch.arange(rows).repeat(sequences, 1) < rows - 50,
-        "blocks": torch.ones(-(-rows // 128), -(-rows // 128), dtype=torch.bool).tril(),
-        "allowed": torch.ones(sequences, rows, rows, dtype=torch.bool).tril(),
+    made: dict[str, Callable[[], Any]] = {
+        "window": lambda: 300,
+        "doc": lambda: torch.arange(rows).div(100, rounding_mode="floor").repeat(sequences, 1),
+        "valid": lambda: torch.arange(rows).repeat(sequences, 1) < rows - 50,
+        "blocks": lambda: torch.ones(-(-rows // 128), -(-rows // 128), dtype=torch.bool).tril(),
+        "allowed": lambda: torch.ones(sequences, rows, rows, dtype=torch.bool).tril(),
     }
-    return {p.name: made[p.name] for p in variant.parameters if p.name in made}
+    return {p.name: made[p.name]() for p in variant.parameters if p.name in made}
 
 
 def _sizes(head_dim: int = 128, value_dim: int | None = None, **more: Any) -> dict[str, Any]:

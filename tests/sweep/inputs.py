@@ -63,6 +63,45 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
         width = _found(config, "hidden_size", "d_model", "n_embd", "dim", otherwise=64)
         yield {"inputs_embeds": _numbers(2, LENGTH, width)} | answer
     yield from _others(config, takes)
+    yield from _joined(config, takes, words, answer, [*images, *sounds])
+
+
+def _joined(
+    config: Any, takes: Any, words: dict[str, Any], answer: dict[str, Any], others: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """With what else is asked for by name: masks of sounds, words of a second part, places of patches."""
+    marked = dict(words)
+    token = next((t for n in ("image_token_id", "image_token_index", "audio_token_id")
+                  if isinstance(t := getattr(config, n, None), int)), None)  # fmt: skip
+    for other in others:
+        more: dict[str, Any] = {}
+        (main,) = [v for n, v in other.items() if not n.endswith("grid_thw")][:1]
+        for name in ("input_features_mask", "feature_attention_mask"):
+            if name in takes:
+                more[name] = torch.ones(2, main.shape[-1], dtype=torch.long)
+        for name in ("qformer_input_ids", "task_inputs"):
+            if name in takes:
+                more[name] = _words(config)
+        for name in ("pixel_position_ids", "image_position_ids"):
+            if name in takes and main.dim() == 4:
+                side = main.shape[-1] // _found(config, "patch_size", otherwise=8)
+                more[name] = torch.cartesian_prod(torch.arange(side), torch.arange(side)).expand(2, -1, -1)
+        if more:
+            yield other | more
+            yield other | more | words | answer
+        if words and token is not None:
+            for count in (1, 4, 8, 16, 64):  # as many words stand for an image
+                ids = torch.cat([torch.full((2, count), token), words["input_ids"]], 1)
+                yield other | more | marked | {"input_ids": ids} | answer
+    if "visual_feats" in takes:
+        yield words | {"visual_feats": _numbers(2, 5, config.visual_feat_dim), "visual_pos": _numbers(2, 5, 4).abs()}
+    if {"states", "actions"} <= takes.keys():
+        steps = torch.arange(6).expand(2, -1)
+        yield {
+            "states": _numbers(2, 6, config.state_dim), "actions": _numbers(2, 6, config.act_dim),
+            "rewards": _numbers(2, 6, 1), "returns_to_go": _numbers(2, 6, 1), "timesteps": steps,
+            "attention_mask": torch.ones(2, 6, dtype=torch.long),
+        }  # fmt: skip
 
 
 def _images(config: Any, takes: Any) -> Iterator[dict[str, Any]]:
@@ -100,6 +139,8 @@ def _sounds(config: Any, takes: Any) -> Iterator[dict[str, Any]]:
     if "input_values" in takes:
         yield {"input_values": _numbers(2, 4000)}
         yield {"input_values": _numbers(2, 1, 4000)}
+        yield {"input_values": _numbers(2, 1, 3840)}
+        yield {"input_values": _numbers(2, 3840)}
         bins = _found(config, "num_mel_bins", otherwise=16)
         yield {"input_values": _numbers(2, _found(config, "max_length", otherwise=64), bins)}
     if "audio_values" in takes:
@@ -114,7 +155,7 @@ def _others(config: Any, takes: Any) -> Iterator[dict[str, Any]]:
         yield {"past_values": _numbers(2, length)}
         lags = max(getattr(config, "lags_sequence", None) or [0])
         past, future = length + lags, _found(config, "prediction_length", otherwise=8)
-        features = _found(config, "num_time_features", otherwise=1)
+        features = getattr(config, "num_time_features", 0)
         yield {
             "past_values": _numbers(2, past), "past_time_features": _numbers(2, past, features),
             "past_observed_mask": torch.ones(2, past), "future_values": _numbers(2, future),

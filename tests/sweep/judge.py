@@ -23,9 +23,9 @@ from weft import WeftError
 from weft.integrations import transformers as ours
 
 from .inputs import candidates, padding
-from .tiny import tiny
+from .tiny import parts, tiny
 
-MOST = 30_000_000  # parameters of a model that is looked at
+MOST = 110_000_000  # parameters of a model that is looked at
 # outputs that are compared, of models that then choose the best by numbers which rounding may put in another order
 COMPARED = {"GroundingDinoModel": ("encoder_last", "enc_outputs")}
 ROOM = 3 * 2**30  # bytes that one class may take
@@ -132,10 +132,12 @@ def _judged(name: str, config: type, made: type, calls: list[int]) -> Found:
     return Found(name, "agrees" if calls[0] else "no attention")
 
 
-def built(config: type, made: type) -> tuple[Any, dict[str, Any] | None, str]:
+def built(config: type, made: Any) -> tuple[Any, dict[str, Any] | None, str]:
     """A random model that runs under "eager", and its inputs; or why there is none."""
-    problem = ""
-    for small in tiny(config):
+    problem = of_inputs = ""
+    for whole in tiny(config):
+        # a class may take a part of what its configuration says
+        small = next((part for part in parts(whole) if type(part) is made.config_class), whole)
         try:
             with torch.device("meta"):
                 size = sum(p.numel() for p in made(copy.deepcopy(small)).parameters())
@@ -155,8 +157,8 @@ def built(config: type, made: type) -> tuple[Any, dict[str, Any] | None, str]:
                 if outputs(model, inputs):
                     return model, inputs, ""
             except Exception as error:
-                problem = problem or short(error)
-    return None, None, problem or "no configuration, or no inputs, that are known"
+                of_inputs = short(error)  # of the last ones, which are the most complete
+    return None, None, of_inputs or problem or "no configuration, or no inputs, that are known"
 
 
 def random(made: Any, config: Any) -> Any:

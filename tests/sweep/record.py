@@ -68,7 +68,17 @@ def reason(found: Found) -> str:
         )
     if found.status == "not built":
         needs = re.search(r"requires? the (\w+) library", found.why)
-        return f"needs {needs[1]}" if needs else "other sizes or inputs than the sweep knows"
+        missing = needs or re.search(r"No module named '(\w+)'", found.why)
+        if missing:
+            return f"needs {missing[1]}"
+        if "million parameters" in found.why or "no configuration" in found.why:
+            return "stays larger than 110 million parameters by every recipe, or has no input that is known"
+        inputs = r"missing|specif|unpack|multipl|[Dd]imension|shape|size|channel|has to be|tensor|NoneType|index out"
+        return (
+            "asks for inputs that the sweep does not make"
+            if re.search(inputs, found.why)
+            else ("has a configuration that cannot be made small by the names of its fields")
+        )
     return ""
 
 

@@ -88,6 +88,39 @@ RECIPES: dict[str, Recipe] = {
 }  # fmt: skip
 
 
+# what configurations of some kinds need besides, by their model_type
+NEEDED: list[tuple[str, dict[str, Any]]] = [
+    (r"^(autoformer|informer|time_series_transformer)$", {"prediction_length": 8, "context_length": 8}),
+    (r"^esm$", {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}),
+    (r"^(reformer)$", {"is_decoder": True}),
+    (r"^(hiera)$", {"decoder_hidden_size": 64, "decoder_depth": 1, "decoder_num_heads": 4}),
+    (r"^lfm2_moe$", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}),
+    (r"^granitemoehybrid$", {"layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                             "num_hidden_layers": 3}),
+    (r"^cohere_compass\w*$", {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4}
+                                                 for kind in ("full_attention", "sliding_attention")}}),
+    (r"^mistral4$", {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "qk_head_dim": 16, "head_dim": 16}),
+    (r"^hrm_text$", {"num_layers_per_stack": 1, "num_hidden_layers": 8}),
+    (r"^blenderbot$", {"decoder_layers": 2, "encoder_layers": 2}),
+    (r"^moonshine_streaming$", {"num_key_value_heads": 4}),
+    (r"^(chameleon|emu3)$", {"vocabulary_map": {"<image>": 4}}),
+    (r"^(mimi|kyutai|csm|pocket)", {"upsample_groups": 64}),
+    (r"^gemma3n_text$", {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"] * 2,
+                         "num_hidden_layers": 4}),
+    (r"^xmod$", {"languages": ["en_XX"], "default_language": "en_XX"}),
+]  # fmt: skip
+
+
+def completed(config: Any) -> None:
+    for part in parts(config):
+        for pattern, fields in NEEDED:
+            if re.search(pattern, str(getattr(part, "model_type", ""))):
+                for name, value in fields.items():
+                    setattr(part, name, value)
+        if type(part).__name__ == "DbrxAttentionConfig":
+            part.rope_theta = 1e4
+
+
 def tiny(made: Callable[[], Any]) -> Iterator[Any]:
     """Configurations to try, the smallest first."""
     for recipe in RECIPES.values():
@@ -96,7 +129,7 @@ def tiny(made: Callable[[], Any]) -> Iterator[Any]:
             shrink(config, recipe)
         except Exception:  # whatever a configuration says of numbers that do not go together
             continue
-        for mended in (cut_lists, rotated_heads, small_words, short_rotations):
+        for mended in (cut_lists, rotated_heads, small_words, short_rotations, completed):
             with contextlib.suppress(Exception):  # one that has no such fields
                 mended(config)
         yield config

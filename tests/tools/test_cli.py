@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,15 @@ def fails(*arguments: str) -> str:
     assert isinstance(result.exception, SystemExit)
     assert "Traceback" not in result.output
     return result.output
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C ends processes that are started now. Those of a shell's background job would ignore it: what is ignored
+    stays ignored in a new process, what has a handler does not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
@@ -302,6 +312,7 @@ def test_a_pipe_that_closes_is_no_mistake() -> None:
         assert process.stderr.read() == b""
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_control_c_ends_without_a_traceback() -> None:
     waits = (
         "import sys, weft.cli as c; c.cache.entries = lambda: (print('here', flush=True), c.time.sleep(60)); c.main()"
@@ -584,6 +595,7 @@ def test_drawn_tensors_are_as_large_as_they_are_read() -> None:
                 variant(q, k, k, n=7, **short)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_a_build_without_tracebacks(tmp_path: Path) -> None:
     """In whichever process it comes, and while these still import what they need."""
     command = [sys.executable, "-m", "weft", "build", "examples/char_gpt.py:capped_window", "--device", "h100"]

@@ -16,6 +16,8 @@ import weft
 from weft.cli import main
 from weft.runtime.settings import Settings
 
+from .. import sentences
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -49,7 +51,10 @@ def commands(path: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if line.strip()]
 
 
-PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES = [
+    "README.md",
+    *sorted(str(p.relative_to(ROOT)) for f in ("docs", "templates") for p in (ROOT / f).rglob("*.md")),
+]
 WEFT = [(path, words) for path in PAGES for words in commands(path) if words[0] == "weft"]
 
 
@@ -150,37 +155,6 @@ def test_python_stands_in_these_pages_alone() -> None:
     assert [path for path in PAGES if blocks(path, "python")] == pages
 
 
-def tables(text: str) -> list[list[dict[str, str]]]:
-    """Rows of each table by the titles of its columns."""
-    found = []
-    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        titles, _, *rows = (
-            [cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()
-        )
-        found.append([dict(zip(titles, row)) for row in rows])
-    return found
-
-
-def test_the_figures_of_the_readme_are_those_of_the_performance_page() -> None:
-    """Also that the best peer is the best of all columns that the page has for the row."""
-    measured: dict[str, dict[str, str]] = {}
-    for table in tables(page("docs/performance.md")):
-        for row in table:
-            name, *_ = row.values()
-            first = measured.setdefault(name.removesuffix(" (e)"), {})
-            measured[name.removesuffix(" (e)")] = {c: v for c, v in row.items() if "/" in v} | first
-    shown = next(t for t in tables(page("README.md")) if "best peer" in t[0])
-    assert len(shown) == 6
-    peers = {"FA2": "FA2 (SDPA)", "cuDNN": "cuDNN (SDPA)", "FLASH": "Flex (FLASH)", "FA4": "FA4"}
-    for row in shown:
-        full = measured[row[""]]
-        figures, name = re.fullmatch(r"(.+) \((\w+)\)", row["best peer"]).groups()  # type: ignore[union-attr]
-        shown_of_row = row["Weft"], figures, row["FlexAttention"]
-        assert shown_of_row == (full["Weft hopper"], full[peers[name]], full["Flex (Triton)"])
-        forwards = {peer: int(full[column].split(" / ")[0]) for peer, column in peers.items() if column in full}
-        assert max(forwards, key=lambda peer: forwards[peer]) == name
-
-
 def test_every_symbol_and_function_is_in_the_language_page() -> None:
     from weft.ir.expr import SYMBOLS
     from weft.ir.operators import function_names
@@ -196,6 +170,78 @@ def test_every_setting_is_in_the_settings_page() -> None:
         assert f"weft.settings({name}=" in page and f"WEFT_{name.upper()}" in page
 
 
-def test_every_link_of_the_readme_leads_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text()):
-        assert (ROOT / target).exists(), target
+def test_the_table_of_targets_is_what_the_targets_say() -> None:
+    """After a change: weft doctor --matrix, between the marks."""
+    shown = page("docs/targets.md").partition("<!-- matrix: begin -->\n")[2].partition("<!-- matrix: end -->")[0]
+    assert CliRunner().invoke(main, ["doctor", "--matrix"]).output == shown
+
+
+def launched(variant: weft.Attention, q_len: int, kv_len: int, dim: int = 128, **options) -> set[str]:
+    """The kernels of a forward on an H200, with their forms."""
+    sizes = weft.shape(heads=8, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=dim, dtype="bf16")
+    plan = variant.plan(sizes, device="h200", **options)
+    return {f"{k.code.name} {k.form}" for k in plan.kernels if k.direction == "forward"}
+
+
+def test_what_a_new_length_compiles_is_what_the_readme_says() -> None:
+    """That calls compile these once, and others nothing: test_shortest_way.py, and test_kernels_on_gpu.py on a GPU."""
+    said = "16,384 keys under a mask that reads tensors, divided keys in decoding, short sequences at D64 on sm_90."
+    assert said in " ".join(page("README.md").split())
+    causal = weft.Attention(mask=weft.masks.causal, name="causal")
+    ids = weft.tensor("ids", 1, int)
+    documents = weft.Attention(mask=ids[weft.q_pos] == ids[weft.kv_pos], name="documents")
+    assert launched(causal, 200, 200) == launched(causal, 3000, 3000) == launched(causal, 40000, 40000)
+    found = [launched(documents, n, n, ids=torch.zeros(n, dtype=torch.int32)) for n in (200, 16384, 16385)]
+    assert found[0] == found[1] != found[2]
+    decoded = [launched(causal, 1, n, target="triton") for n in (64, 40000, 80000)]
+    assert decoded[0] < decoded[1] == decoded[2] and any("join_parts" in name for name in decoded[1])
+    assert launched(causal, 200, 200, dim=64) != launched(causal, 3000, 3000, dim=64)
+
+
+PUBLIC = [path for path in PAGES if path.count("/") < 2 and not path.endswith("design.md")]
+LONG_ELSEWHERE = 93  # sentences of pages for contributors and of notes that are too long: this number may only fall
+
+
+def test_sentences_of_public_pages_and_docstrings_are_short() -> None:
+    """At most 35 words: python -m tests.sentences prints those that are longer."""
+    assert sentences.long_sentences([*PUBLIC, "docstrings"]) == []
+    assert len(sentences.long_sentences([path for path in PAGES if path not in PUBLIC])) <= LONG_ELSEWHERE
+
+
+def test_words_of_a_sentence_are_counted() -> None:
+    text = "A `b c` d, [e f](g/h.md) i. J\nk: l; m.\n\n- n o\n- p\n\n| q | r s |\n| --- | --- |\n\n```python\nt\n```\n"
+    found = sentences.sentences(text)
+    assert [sentences.words(s) for s in found if sentences.words(s)] == [6, 4, 2, 1, 1, 2]
+
+
+PLACES = [path for path in PAGES if path.endswith(("architecture.md", "design.md")) or path.startswith("templates")]
+
+
+@pytest.mark.parametrize("path", PLACES)
+def test_files_and_tests_that_pages_for_contributors_name_are_there(path: str) -> None:
+    tests = [p for p in (ROOT / "tests").rglob("*.py")]
+    functions = {name for p in tests for name in re.findall(r"^def (test_\w+)", p.read_text(), re.MULTILINE)}
+    for name in re.findall(r"`(test_\w+)`", page(path)):
+        assert name in functions, f"{path}: {name}"
+    for name in re.findall(r"`(test_\w+\.py)`", page(path)):
+        assert any(p.name == name for p in tests), f"{path}: {name}"
+    rooms = ("ir/", "compiler/", "codegen/", "runtime/", "api/", "templates/", "tests/", "benchmarks/")
+    for name in re.findall(r"`((?:\w+/)+[\w.]*)`", page(path)):
+        if name.startswith(rooms):
+            assert (ROOT / name).exists() or list((ROOT / name).parent.glob(Path(name).name + ".*")), f"{path}: {name}"
+
+
+def test_the_page_of_places_is_short() -> None:
+    assert len(page("docs/architecture.md").splitlines()) <= 150 and len(page("README.md").splitlines()) < 150
+
+
+WORDS = ("question", "change", "setup", "table", "verdict")
+HEAD = r"# (.+)\n\n\| \| \|\n\| --- \| --- \|\n" + "".join(rf"\| {word} \| (.+) \|\n" for word in WORDS)
+
+
+def test_each_note_of_an_experiment_has_its_head_and_a_line_in_the_index() -> None:
+    index = page("docs/experiments/README.md")
+    for path in (ROOT / "docs/experiments").glob("2*.md"):
+        head = re.match(HEAD, path.read_text())
+        assert head, f"{path.name}: expected a title, then question, change, setup, table and verdict"
+        assert f"| [{head[1]}]({path.name}) | {head[6]} |\n" in index

@@ -20,7 +20,7 @@ from ....compiler.planning.segments import Segments
 from ....compiler.planning.signature import Direction
 from .forms import CpuForm
 
-USUAL = CpuForm(256, 256)  # what ties keep: measured beside others where this was written (docs/experiments.md)
+USUAL = CpuForm(256, 256)  # what ties keep: measured beside others where this was written (docs/experiments)
 WITHIN = 0.1  # of the best predicted: what the model cannot tell apart
 TIMED = (CpuForm(64, 64), CpuForm(128, 256))  # whatever is predicted
 PREDICTED = 2  # forms besides that are worth timing

@@ -9,7 +9,6 @@ A call takes the first of these that serves it, and a short one pays for all tha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
@@ -28,7 +27,8 @@ from ....ir.expr import TensorOperand
 from ...launch.binding import Packer, fitting, function, like
 from ...launch.repeating import Again, Guard
 from ...launch.runs import runs_of
-from ...products import own_attention
+from .forms import CpuForm
+from .own import OwnKernel, strides_like
 
 MAIN = ("query", "key", "value")  # whose gradients torch's own kernel has
 _FARTHEST = 2**30  # offset of a query
@@ -47,6 +47,7 @@ class CpuLauncher:
         self.numbers = tuple(p.name for p in parameters if not isinstance(p, TensorOperand))
         self.sink = facts.attention.folded_sink is not None
         form = code.kernels[-1].form
+        assert isinstance(form, CpuForm)
         self.blocks = {"block_q": form.block_q, "block_kv": form.block_kv}
         signature = code.signature
         widths, forward = signature.widths, signature.direction == "forward"
@@ -57,6 +58,8 @@ class CpuLauncher:
         self.repeated: Callable[..., Again | None] = _never
         self.growing: Callable[..., Again | None] = _never
         self.backward_of: Callable[..., Any] = _never
+        self.own = None if self.sink or not (by_torch and forward) else OwnKernel(module, facts, form.in_tiles)
+        self.recorded = _never if self.own is None else self._recorded()
         if by_torch and forward:
             self.repeated, self.growing = self._like, partial(self._like, grows=True)
         elif plain and not forward and (by_torch or hasattr(module, "gradients_of_weights")):
@@ -97,6 +100,16 @@ class CpuLauncher:
         ]  # fmt: skip
         return self._made("keeping", text)
 
+    def _recorded(self) -> Callable[[Any], Any]:
+        """From a call to its output, where torch records the gradients."""
+        _, packed, _ = self._packed()
+        text = [
+            "def recorded(call):", *packed, "    sizes = batches, heads, kv_heads, q_len, kv_len, call.head_dim",
+            "    found = own.of(query, key, value, call.operands, q_offset, sizes)",
+            "    return None if found.record is None else found.record(call)",
+        ]  # fmt: skip
+        return self._made("recorded", text, own=self.own)
+
     def _packed(self) -> tuple[dict[str, str], list[str], str]:
         """Texts of the output, of what takes a call apart and leaves where operands do not fit, and of the operands."""
         sources = {n: f"call.{n}" for n in ("query", "key", "value")} | {"q_offset": "call.sequences.q_offset"}
@@ -113,8 +126,14 @@ class CpuLauncher:
         lines += [f"    out_strides = {out['out_strides']}"]
         return out, lines, "call.operands.values()" if self.tensors or self.numbers else "()"
 
-    def _made(self, name: str, text: list[str]) -> Callable[[Any], Any]:
-        tools = {"forward": self.module.forward, "module": self.module, "blocks": self.blocks, "float32": torch.float32}
+    def _made(self, name: str, text: list[str], **more: Any) -> Callable[[Any], Any]:
+        tools = {
+            "forward": self.module.forward,
+            "module": self.module,
+            "blocks": self.blocks,
+            "float32": torch.float32,
+            **more,
+        }
         return function("\n".join(text), name, {**tools, "autocast": torch.is_autocast_enabled})
 
     def from_weights(self, b: Any) -> tuple[dict[str, Any], list[Any]] | None:
@@ -147,8 +166,10 @@ class CpuLauncher:
         if not ways:
             return None
         launch, keeping = self._launches(call, ways, sizes, grows)
-        whole = None if grows else self._whole(ways[0], given)
-        return Again(found, whole or launch, None if self.keeping is None else keeping)
+        own = None if grows or self.own is None else self.own.of(*given[:3], call.operands, *given[4:])
+        by_own, record = (None, None) if own is None else own
+        kept = None if self.keeping is None else keeping
+        return Again(found, by_own or launch, kept, record, checked=not grows)
 
     def _fits(self, call: Any, guard: Guard, grows: bool) -> Callable[[Any], bool] | None:
         """Whether a call is like this one; None where none would be."""
@@ -182,7 +203,7 @@ class CpuLauncher:
     ) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """What computes calls like the first one, and what keeps the weights of one too."""
         module, q_offset, width = self.module, first.sequences.q_offset, first.value.shape[3]
-        shape, strides = (*sizes[:2], sizes[3], width), _strides_like(first.query, width)
+        shape, strides = (*sizes[:2], sizes[3], width), strides_like(first.query, width)
 
         def placed(call: Any) -> tuple[Any, ...]:
             given = call.query, call.key, call.value, call.operands.values()
@@ -214,29 +235,6 @@ class CpuLauncher:
             return (out if out.stride() == strides else laid_out(out)), lse, weights
 
         return launch, keeping
-
-    def _whole(self, way: Callable[..., Any], given: tuple[Any, ...]) -> Callable[..., Any] | None:
-        """Launches calls like this one, where torch's own kernel computes them as they are: all else is settled."""
-        query, key, _, operands, q_offset, (batch, heads, kv_heads, q_len, kv_len, head_dim) = given
-        attend, module = own_attention(), self.module
-        if way.__name__ != "attended_as_a_whole" or self.tensors or self.sink or attend is None:
-            return None
-        env = (0, 0, 0, heads // kv_heads, q_len, kv_len, head_dim, *operands)
-        scale = module.score_scale(*env)
-        first, end, up_to_own = module.run_of_keys(q_offset, scale, env)
-        if end - first < kv_len:
-            return None
-        rows, in_16_bits, strides = batch * heads * q_len, query.dtype.itemsize == 2, _strides_like(query, key.shape[3])
-        count = torch.count_nonzero
-
-        def launch(call: Any) -> tuple[Tensor, Tensor] | None:
-            out, lse = attend(call.query, call.key, call.value, 0.0, up_to_own, scale=scale)
-            # as `attended_as_a_whole` has it
-            if int(count(lse)) < rows or (in_16_bits and not math.isfinite(lse.sum())) or out.stride() != strides:
-                return None
-            return out, lse
-
-        return launch
 
     def _backward_like(self, *first: Any) -> Again | None:
         """What serves backwards like the one that these are the arguments of, which `_backward_of` computed."""
@@ -341,14 +339,6 @@ class CpuLauncher:
 
 def _never(*call: Any, **more: Any) -> None:
     """There is one way only."""
-
-
-def _strides_like(query: Tensor, width: int) -> tuple[int, ...]:
-    """Of an output in the memory order of its query."""
-    _, heads, q_len, _ = query.shape
-    if query.stride(1) < query.stride(2):
-        return heads * q_len * width, width, heads * width, 1
-    return heads * q_len * width, q_len * width, width, 1
 
 
 def _finish_of(

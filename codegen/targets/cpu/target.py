@@ -39,6 +39,7 @@ from .choice import USUAL, cpu_forms
 from .forms import CpuForm
 from .kernels import FLASH_BACKWARD, FLASH_FORWARD
 from .launcher import CpuLauncher
+from .own import axes_of_mask
 
 COMPUTED = HALVES | {FP32.name, FP64.name}
 
@@ -136,7 +137,7 @@ def _mask_told(facts: Facts) -> context.Mask:
     found = surveyed_by_torch(facts)
     return context.Mask(
         per_head_bounds=facts.bounds_differ_by_head,
-        mask_reads=_axes_of_mask(facts),
+        mask_reads=axes_of_mask(facts),
         remembers=all(not isinstance(p, TensorOperand) and p.dtype == "int" for p in facts.attention.parameters),
         survey=found is not None,
         values={} if found is None else values_of(found),
@@ -220,13 +221,6 @@ def _differs_by_head(facts: Facts) -> bool:
     return bool(symbols(facts.attention.folded_mask) & {"head", "kv_head"}) or facts.bounds_differ_by_head
 
 
-def _axes_of_mask(facts: Facts) -> frozenset[str]:
-    """Which of batch and head what torch's own attention is handed differs by."""
-    rest = () if facts.scale_and_rest is None else symbols(facts.scale_and_rest[1])
-    read = symbols(facts.attention.folded_mask).union(rest)
-    return frozenset(axis for axis in ("batch", "head") if read & {axis, f"kv_{axis}"})
-
-
 def _settles(facts: Facts, signature: Signature) -> bool:
     """Whether something of what is added to scores follows from positions alone, and needs no operand."""
     if facts.scale_and_rest is None:
@@ -264,7 +258,7 @@ def mask_numbers(facts: Facts, batch: int, heads: int, q_len: int, kv_len: int) 
     """Of the mask that torch's own attention is handed; 0 where it is handed none."""
     if not _adds_to_products(facts):
         return 0
-    axes = _axes_of_mask(facts)
+    axes = axes_of_mask(facts)
     return (batch if "batch" in axes else 1) * (heads if "head" in axes else 1) * q_len * kv_len
 
 

@@ -74,7 +74,7 @@ def best_form(widths: Widths, facts: Facts, short: bool = False) -> HopperForm:
 
 
 def _best_of_softmax(widths: Widths, facts: Facts, short: bool) -> HopperForm:
-    """The form that measured best for tiles of these widths (docs/experiments.md).
+    """The form that measured best for tiles of these widths (docs/experiments).
 
     What reads positions needs registers for them, and so does dropout: fewer consumers at D64, the query in SRAM at
     D128, where drawers are faster unless scores read positions, too. short: of calls that are (`is_short_call`): fewer
@@ -120,7 +120,7 @@ def with_boxes(best: HopperForm | HopperBackwardForm, pair_bytes: int) -> Iterat
 def best_backward_form(
     kernel: Kernel, widths: Widths, facts: Facts, summed: bool, lean: bool = False
 ) -> HopperBackwardForm:
-    """The form that measured best for tiles of these widths (docs/experiments.md).
+    """The form that measured best for tiles of these widths (docs/experiments).
 
     What a score's derivative computes, or a mask reads, needs registers that tiles of 128 queries leave to none.
     summed: gradients of the score's operands are wanted, for which the same holds. lean: not so in one pass, where all

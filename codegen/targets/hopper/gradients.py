@@ -17,7 +17,7 @@ def is_one_pass(signature: Signature) -> bool:
     """Whether one kernel for all gradients is right, and faster.
 
     A query's gradient alone has three products without it, others have four. Beside the sums of more than 128 columns
-    there is no room for dQ on its way out, and two passes are the faster (docs/experiments.md).
+    there is no room for dQ on its way out, and two passes are the faster (docs/experiments).
     """
     wanted, widths = signature.wanted, signature.widths
     both = "query" in wanted and bool(wanted & OWNED_BY_KEYS)
@@ -31,7 +31,7 @@ def stores_first(signature: Signature, facts: Facts) -> bool:
     """Whether one pass stores shares of dQ of a head's first keys, and adds the others to them: no sums need zeros.
 
     A query tile without such a share would be waited for in vain: all queries must see key 0. Where the columns of a
-    query are two pieces, nothing was gained (docs/experiments.md). Query heads that share keys go without (a number of
+    query are two pieces, nothing was gained (docs/experiments). Query heads that share keys go without (a number of
     the launch).
     """
     plain = not signature.sequences.ragged and signature.offset != "per_row" and facts.tile_source == "program"

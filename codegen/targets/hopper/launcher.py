@@ -60,7 +60,7 @@ def launcher_of(modules: Sequence[ModuleType], code: CodePlan, facts: Facts, dev
         latent = LatentKernels(job, division)
         rest = Measures(job, neighbours), Sums(job, latent)
         return KernelLauncher(job, latent, *rest, division=division, descriptors=latent.descriptors)
-    if job.backward:
+    if job.is_backward:
         backward = HopperBackward(job)
         return KernelLauncher(job, backward, Measures(job), Sums(job, backward), descriptors=backward.descriptors)
     forward = HopperForward(job)
@@ -89,7 +89,7 @@ class Tiled:
         self.ones = [1, 1, 1] if job.sequences.ragged else [1, 1]
         # what is added to the name of a key whose heads share some columns: those are a tensor of their own
         self.apart = "".join(map(str, job.own_keys))
-        results = ("dquery", "dkey", "dvalue") if job.backward else ()
+        results = ("dquery", "dkey", "dvalue") if job.is_backward else ()
         self.names = [*job.operand_names, *results]
 
     def described(self) -> dict[str, Described]:
@@ -114,7 +114,7 @@ class Tiled:
     def steps(self) -> dict[str, str]:
         """Rows of a head from one batch row to the next, as rows of the vocabulary."""
         rows = {f"{n}_step": f"{n}_sb // {n}_sl" for n in self.names}
-        sides = ("", *(("d",) if self._job.backward else ())) if self.apart else ()
+        sides = ("", *(("d",) if self._job.is_backward else ())) if self.apart else ()
         return rows | {f"{side}rope_step": f"{side}key{self.apart}_sb // {side}key{self.apart}_sl" for side in sides}
 
     @property

@@ -54,7 +54,7 @@ from .kernels.forward import FLASH_FORWARD
 from .kernels.latent import JOIN_PARTS, SPLIT_FORWARD
 from .latent import LEAST_PAGE, latent_misfit, no_latent_form, small_pages
 from .launcher import launcher_of
-from .passes import DIAGONAL_SUMS, ONE_PASS, ONE_PASS_DRAWN, ONE_PASS_STORED, two_passes
+from .passes import DIAGONAL_SUMS, ONE_PASS, ONE_PASS_STORED, two_passes
 from .pieces import (
     key_pieces,
     piecewise,
@@ -82,11 +82,9 @@ class HopperTarget:
         if signature.direction == "backward":
             summed = sums_of_queries(signature, facts)
             if is_one_pass(signature) and not summed:
-                stored = ONE_PASS_STORED if stores_first(signature, facts) else ONE_PASS
-                kernels = ONE_PASS_DRAWN if facts.attention.drops else stored
+                kernels = ONE_PASS_STORED if stores_first(signature, facts) else ONE_PASS
             else:
-                by_keys = sums_of_keys(signature, facts)
-                kernels = two_passes(signature.wanted, summed, by_keys, facts.attention.drops)
+                kernels = two_passes(signature.wanted, summed, sums_of_keys(signature, facts))
             if not facts.attention.weighs.saves_lse:
                 kernels = tuple(k for k in kernels if k.name != "row_statistics")
             kernels += (DIAGONAL_SUMS,) if sums_diagonals(signature, facts) else ()
@@ -189,12 +187,7 @@ class HopperTarget:
         if isinstance(form, HopperLatentForm):
             return no_latent_form(kernel, form, signature, hardware)
         assert kernel.refuses is not None
-        reason = kernel.refuses(form, widths) or no_boxes(form, signature)
-        if isinstance(form, HopperForm):
-            if (form.lazy_rescale or form.pair_maximum) and not facts.attention.weighs.saves_lse:
-                reason = "rows have no maximum"
-            if form.drawers and not facts.attention.drops:
-                reason = "no weights are dropped"
+        reason = kernel.refuses(form, widths, facts.traits) or no_boxes(form, signature)
         reason = reason or no_cells_form(kernel, form, facts)
         if reason is not None:
             return reason

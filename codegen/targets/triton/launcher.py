@@ -63,7 +63,7 @@ class TritonKernels(OwnPart):
 
     # -- buffers -------------------------------------------------------------------------------------------------------
     def buffers(self, mode: Mode) -> list[Buffer]:
-        return self._of_backward() if self._job.backward else self._of_forward()
+        return self._of_backward() if self._job.is_backward else self._of_forward()
 
     def _of_forward(self) -> list[Buffer]:
         match self._job.algorithm:
@@ -151,7 +151,7 @@ class TritonKernels(OwnPart):
         job = self._job
         if job.algorithm == "standard":
             return {"row_units": "(kv_len + 15) // 16"}
-        if job.algorithm == "streaming" and not job.backward:
+        if job.algorithm == "streaming" and not job.is_backward:
             block = job.form("streaming_forward", mode.aligned).block_q
             return {"padded_len": f"(q_len + {block - 1}) // {block} * {block}"}
         return {}

@@ -24,7 +24,7 @@ REGISTER_LIMIT = 224  # a thread has 255; the rest is for addresses and loads on
 _ALTERNATIVES = 12  # tilings of one kernel that are worth timing
 
 # Tilings (forward, backward_q, backward_kv) of the flash kernels of target `triton`, by the wider head dimension up to
-# which they are meant. 16-bit operands. Those of sm_90 were measured on one H200 (docs/experiments.md) and also serve
+# which they are meant. 16-bit operands. Those of sm_90 were measured on one H200 (docs/experiments) and also serve
 # later NVIDIA chips; a mask makes smaller tiles pay, because less of an edge tile is wasted.
 _FLASH_SM90_DENSE = {
     64: (Tiling(128, 64, 8, 3), Tiling(128, 64, 4, 3), Tiling(32, 128, 4, 4)),
@@ -152,7 +152,7 @@ _SPLIT_32 = (Tiling(16, 32, 4, 2), Tiling(16, 32, 8, 1), Tiling(16, 16, 8, 1))
 
 
 # Where all sequences are as long as each other, one program an SM with more bytes on their way reads as fast as some,
-# and most calls then need no parts. docs/experiments.md has what was measured.
+# and most calls then need no parts. docs/experiments has what was measured.
 _SPLIT_EVEN = {128: Tiling(64, 128, 4, 3)}
 
 

@@ -2,8 +2,8 @@
 
     (kv_pos <= q_pos) & (q_pos - kv_pos < 4)   -->   [q_first - 3, q_last + 1), full in [q_last - 3, q_first + 1)
 
-Four steps: the mask becomes a disjunction of terms; each comparison in them is solved for the axis (`kv_pos >= e`,
-`kv_pos < e`) or for the other position; `e` is bounded over the tile of the other axis by interval arithmetic; terms
+Four steps. The mask becomes a disjunction of terms. Each comparison in them is solved for the axis (`kv_pos >= e`,
+`kv_pos < e`) or for the other position. `e` is bounded over the tile of the other axis by interval arithmetic. Terms
 become intervals, merged where that is certain to be exact. Divisors and coefficients known only at run time are
 assumed positive, and `where(d > 0, ...)` falls back to the whole axis where they are not.
 """

@@ -1,8 +1,8 @@
 """Parts of a score that depend on q_pos - kv_pos, heads and batch rows alone: one value serves a diagonal of pairs.
 
 There are L + T - 1 differences of positions and L * T pairs. What costs more than a read is computed once for each
-difference, into a table that kernels read by distance: T5's buckets with their logarithm, a bias by distance, a
-function of it such as -slope * log(1 + |q - kv|).
+difference, into a table that kernels read by distance. Such are T5's buckets with their logarithm, a bias by distance,
+or a function of it such as -slope * log(1 + |q - kv|).
 """
 
 from __future__ import annotations

@@ -475,7 +475,7 @@ def processor() -> str:
 
 
 def _made_by_intel() -> bool:
-    """Whether MKL knows this processor: on others it leaves half of it unused (measured: docs/experiments.md)."""
+    """Whether MKL knows this processor: on others it leaves half of it unused (measured: docs/experiments)."""
     return "Intel" in processor()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from .....compiler.analysis.tiles.results import Traits
 from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import QUERIES_AGAIN, Kernel, KernelId
 from .....compiler.planning.quantities import (
@@ -242,9 +243,9 @@ BOXES = "tiles of what pairs read are brought in one pass, with 64 queries"
 _COLUMNS = "sums of 256 columns have no room but by columns"
 
 
-def _one_pass_refuses(form: Form, widths: Widths, drawn: bool) -> str | None:
+def _one_pass_refuses(form: Form, widths: Widths, traits: Traits) -> str | None:
     assert isinstance(form, HopperBackwardForm)
-    if drawn and (form.block_q != 64 or form.next_scores or form.keys_ahead or form.pair_bytes):
+    if traits.drops and (form.block_q != 64 or form.next_scores or form.keys_ahead or form.pair_bytes):
         return "with dropout, expected 64 queries, whose bits two warps draw"
     if form.keys_ahead and places_of_results(form, widths) is None:
         return KEYS_AHEAD
@@ -259,9 +260,9 @@ def _one_pass_refuses(form: Form, widths: Widths, drawn: bool) -> str | None:
     return _too_few_registers(form, widths)
 
 
-def _keys_refuse(form: Form, widths: Widths, drawn: bool) -> str | None:
+def _keys_refuse(form: Form, widths: Widths, traits: Traits) -> str | None:
     assert isinstance(form, HopperBackwardForm)
-    if drawn and (form.block_q not in (32, 64) or form.next_scores or form.by_columns):
+    if traits.drops and (form.block_q not in (32, 64) or form.next_scores or form.by_columns):
         return "with dropout, expected 32 or 64 queries, whose bits a warp draws or two, and 128 keys"
     if form.keys_ahead:
         return KEYS_AHEAD
@@ -285,28 +286,23 @@ def _too_few_registers(form: HopperBackwardForm, widths: Widths) -> str | None:
     return None
 
 
-def _one_pass(variant: str = "", drawn: bool = False, stores_first: bool = False) -> Kernel:
+def _one_pass(variant: str = "", stores_first: bool = False) -> Kernel:
     return Kernel(
         KernelId("hopper", "flash_backward", variant), "backward", "backward_kv", "q", OVER_QUERIES,
         partial(_stages, one_pass=True, stores_first=stores_first), programs=key_programs, read=flash_dkey_dvalue_read,
         written=_written, program=declared(program, one_pass=True),
-        refuses=partial(_one_pass_refuses, drawn=drawn), flops=five_products_flops,
+        refuses=_one_pass_refuses, flops=five_products_flops,
         exps=score_count, again=QUERIES_AGAIN, weighs=True, visits_measured=True, lists=("q", "kv"), sums_levels=True,
         has_level_loop=True, drop_work=10.0, features=OF_A_BACKWARD,
     )  # fmt: skip
 
 
-def _keys(variant: str = "", drawn: bool = False) -> Kernel:
-    return Kernel(
-        KernelId("hopper", "flash_dkey_dvalue", variant), "backward", "backward_kv", "q", OVER_QUERIES, _stages,
-        programs=key_programs, read=flash_dkey_dvalue_read, written=key_value_gradient_bytes,
-        program=declared(program, one_pass=False), refuses=partial(_keys_refuse, drawn=drawn),
-        flops=flash_dkey_dvalue_flops, exps=score_count,
-        again=QUERIES_AGAIN, weighs=True, visits_measured=True, lists=("kv",), sums_levels=True, has_level_loop=True,
-        drop_work=10.0, features=OF_A_BACKWARD,
-    )  # fmt: skip
-
-
-FLASH_BACKWARD, DRAWN_BACKWARD = _one_pass(), _one_pass("drawn", drawn=True)  # drawn: where weights are dropped
+FLASH_BACKWARD = _one_pass()
 FIRST_STORED_BACKWARD = _one_pass("first stored", stores_first=True)  # a head's first shares of dQ are stored
-FLASH_DKEY_DVALUE, DRAWN_KEYS = _keys(), _keys("drawn", drawn=True)
+FLASH_DKEY_DVALUE = Kernel(
+    KernelId("hopper", "flash_dkey_dvalue"), "backward", "backward_kv", "q", OVER_QUERIES, _stages,
+    programs=key_programs, read=flash_dkey_dvalue_read, written=key_value_gradient_bytes,
+    program=declared(program, one_pass=False), refuses=_keys_refuse, flops=flash_dkey_dvalue_flops, exps=score_count,
+    again=QUERIES_AGAIN, weighs=True, visits_measured=True, lists=("kv",), sums_levels=True, has_level_loop=True,
+    drop_work=10.0, features=OF_A_BACKWARD,
+)  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .....compiler.analysis.tiles.results import Traits
 from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import Kernel, KernelId
 from .....compiler.planning.quantities import (
@@ -86,7 +87,7 @@ def _constants(form: HopperBackwardForm, held: Held) -> dict[str, str | int]:
     return {**held.letters(form), "CONSUMERS": f"bq / {ROWS}", "SEEN_BLOCK_KV": "bkv"}
 
 
-def _refuses(form: Form, widths: Widths) -> str | None:
+def _refuses(form: Form, widths: Widths, traits: Traits) -> str | None:
     assert isinstance(form, HopperBackwardForm)
     if form.keys_ahead:
         return KEYS_AHEAD

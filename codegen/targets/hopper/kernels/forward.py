@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .....compiler.analysis.tiles.results import Traits
 from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import Kernel, KernelId
 from .....compiler.planning.quantities import (
@@ -130,7 +131,7 @@ def _stages(t: Tiles) -> list[Stage]:
     ]
 
 
-def _refuses(form: Form, widths: Widths) -> str | None:
+def _refuses(form: Form, widths: Widths, traits: Traits) -> str | None:
     assert isinstance(form, HopperForm)
     if form.consumers not in (2, 3) or form.block_kv not in (64, 128) or not 2 <= form.stages <= 4:
         return "expected 2 or 3 consumers of 64 rows, 64 or 128 keys and 2 to 4 stages"
@@ -138,6 +139,10 @@ def _refuses(form: Form, widths: Widths) -> str | None:
         return "expected 1 or 2 query buffers"
     columns, value_columns = columns_of_form(form, widths)
     left = pieces_of(form, widths)[0][0].columns
+    if form.drawers and not traits.drops:
+        return "no weights are dropped"
+    if (form.lazy_rescale or form.pair_maximum) and not traits.normalizer.saves_lse:
+        return "rows have no maximum"
     if form.drawers and (form.consumers == 3 or form.stages > 3):
         return "drawers leave registers to 2 consumers, and hardware barriers to 3 stages"
     if form.consumers == 3 and value_columns > 64:

@@ -60,22 +60,6 @@ _MANY_KEYS, _MANY_QUERIES = (f"the {what} tiles that positions leave over, many 
 
 
 # -- words ----------------------------------------------------------------------------------------------------------
-def _kv_spans(t: Tiles) -> list[Stage]:
-    return _spans("queries", "keys", EACH_KV)
-
-
-def _q_spans(t: Tiles) -> list[Stage]:
-    return _spans("keys", "queries", EACH_Q)
-
-
-def _kv_long_spans(t: Tiles) -> list[Stage]:
-    return _long_spans(_kv_spans(t), "kv_ends", t)
-
-
-def _q_long_spans(t: Tiles) -> list[Stage]:
-    return _long_spans(_q_spans(t), "q_ends", t)
-
-
 def _long_spans(by_tiles: list[Stage], wrote: str, t: Tiles) -> list[Stage]:
     """The same by stretches, whose ends another kernel wrote where they are not those of positions."""
     own, others, matches, *stored = by_tiles
@@ -83,14 +67,6 @@ def _long_spans(by_tiles: list[Stage], wrote: str, t: Tiles) -> list[Stage]:
     what = f"{known} {STRETCH} tiles as one, then of each where that leaves it open"
     ends = loads("ends", what, others.per, others.moves)
     return [own, ends, matches, *stored]
-
-
-def _kv_ends(t: Tiles) -> list[Stage]:
-    return _ends("keys", EACH_KV)
-
-
-def _q_ends(t: Tiles) -> list[Stage]:
-    return _ends("queries", EACH_Q)
 
 
 def _ends(others: str, each: str) -> list[Stage]:
@@ -109,14 +85,6 @@ def _spans(own: str, others: str, each: str) -> list[Stage]:
         stores("ranges", "first and last tile to visit, run of full ones; for each range"),
         stores("list", "the tiles to visit, one by one, where an eighth of these ranges and more is none"),
     ]
-
-
-def _kv_lists(t: Tiles) -> list[Stage]:
-    return _lists("queries", "keys", EACH_KV, t)
-
-
-def _q_lists(t: Tiles) -> list[Stage]:
-    return _lists("keys", "queries", EACH_Q, t)
 
 
 def _lists(own: str, others: str, each: str, t: Tiles) -> list[Stage]:
@@ -139,10 +107,17 @@ def _cells_words(t: Tiles) -> list[Stage]:
     ]
 
 
-SPANS_WORDS: dict[Axis, Words] = {"kv": _kv_spans, "q": _q_spans}
-LONG_SPANS_WORDS: dict[Axis, Words] = {"kv": _kv_long_spans, "q": _q_long_spans}
-ENDS_WORDS: dict[Axis, Words] = {"kv": _kv_ends, "q": _q_ends}
-LISTS_WORDS: dict[Axis, Words] = {"kv": _kv_lists, "q": _q_lists}
+SPANS_WORDS: dict[Axis, Words] = {
+    "kv": lambda t: _spans("queries", "keys", EACH_KV), "q": lambda t: _spans("keys", "queries", EACH_Q)
+}  # fmt: skip
+LONG_SPANS_WORDS: dict[Axis, Words] = {
+    "kv": lambda t: _long_spans(SPANS_WORDS["kv"](t), "kv_ends", t),
+    "q": lambda t: _long_spans(SPANS_WORDS["q"](t), "q_ends", t),
+}
+ENDS_WORDS: dict[Axis, Words] = {"kv": lambda t: _ends("keys", EACH_KV), "q": lambda t: _ends("queries", EACH_Q)}
+LISTS_WORDS: dict[Axis, Words] = {
+    "kv": lambda t: _lists("queries", "keys", EACH_KV, t), "q": lambda t: _lists("keys", "queries", EACH_Q, t)
+}  # fmt: skip
 
 
 def words_of(measuring: Measuring | None, axes: Sequence[Axis], listed: bool, cells: bool) -> dict[str, Words]:

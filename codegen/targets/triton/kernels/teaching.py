@@ -5,37 +5,14 @@
 
 from __future__ import annotations
 
-from .....compiler.planning.kernel import Again, Kernel, KernelId
-from .....compiler.planning.quantities import (
-    ROW_STATISTIC,
-    RUNNING,
-    Sizes,
-    five_products_flops,
-    forward_exps,
-    forward_flops,
-    head_programs,
-    key_bytes,
-    key_gradient_bytes,
-    key_programs,
-    key_value_bytes,
-    key_value_gradient_bytes,
-    key_visits,
-    keys_again,
-    kv_head_programs,
-    matrix_bytes,
-    output_bytes,
-    pair_programs,
-    queries_again,
-    queries_beside,
-    query_bytes,
-    query_programs,
-    query_visits,
-    row_bytes,
-    score_count,
-    score_flops,
-    value_bytes,
-)
+from typing import Any
+
+from .....compiler.analysis.tiles.results import Axis
+from .....compiler.planning import quantities as of
+from .....compiler.planning.kernel import Again, Kernel, KernelId, Slot, Words
+from .....compiler.planning.quantities import ROW_STATISTIC, RUNNING, Sizes
 from .....compiler.planning.records import Stage
+from .....compiler.planning.signature import Direction
 from .....compiler.planning.stage_words import (
     AHEAD,
     EACH_KV,
@@ -58,6 +35,7 @@ _ONE_TILE, _ALL_KEYS, _ALL_QUERIES = "nothing: one tile of scores", "all key til
 _SWEEPS = "key tiles, and for each of them the query tiles that see it"
 
 
+# -- streaming ---------------------------------------------------------------------------------------------------------
 def streaming_forward_sram(x: Sizes) -> float:
     """K and V stay; Q is loaded ahead; the running output is in registers while a tile is worked on."""
     return x.owned_in_sram * x.bkv * (x.C + x.Cv) * x.e + x.s * x.bq * x.C * x.e + x.score_bytes * x.bq * x.bkv
@@ -78,14 +56,14 @@ def streaming_forward_read(x: Sizes) -> float:
 
     A running row is there because the program wrote it, so its first read is a repeated one.
     """
-    running = query_visits(x) * x.k * running_output(x) + (query_visits(x) + 1) * x.k * 2 * row_bytes(x)
-    return key_value_bytes(x) + queries_again(x) * query_bytes(x) + running
+    running = of.query_visits(x) * x.k * running_output(x) + (of.query_visits(x) + 1) * x.k * 2 * of.row_bytes(x)
+    return of.key_value_bytes(x) + of.queries_again(x) * of.query_bytes(x) + running
 
 
 def streaming_forward_written(x: Sizes) -> float:
     """The running output at every visit, maximum and sum also before the first one; then the output and lse."""
-    running = queries_again(x) * running_output(x) + (1 + query_visits(x) * x.k) * 2 * row_bytes(x)
-    return running + output_bytes(x) + row_bytes(x)
+    running = of.queries_again(x) * running_output(x) + (1 + of.query_visits(x) * x.k) * 2 * of.row_bytes(x)
+    return running + of.output_bytes(x) + of.row_bytes(x)
 
 
 def streaming_backward_sram(x: Sizes) -> float:
@@ -95,109 +73,13 @@ def streaming_backward_sram(x: Sizes) -> float:
 
 def streaming_backward_read(x: Sizes) -> float:
     """K and V once; at every visit Q, dO, lse, delta and the running dQ, and that again at the end."""
-    again = query_bytes(x) + output_bytes(x) + running_gradient(x) + 2 * row_bytes(x)
-    return key_value_bytes(x) + queries_again(x) * again + x.k * running_gradient(x)
+    again = of.query_bytes(x) + of.output_bytes(x) + running_gradient(x) + 2 * of.row_bytes(x)
+    return of.key_value_bytes(x) + of.queries_again(x) * again + x.k * running_gradient(x)
 
 
 def streaming_backward_written(x: Sizes) -> float:
     """The running dQ as zeros and then at every visit; dQ, dK and dV."""
-    return (1 + queries_again(x)) * running_gradient(x) + query_bytes(x) + key_value_gradient_bytes(x)
-
-
-def product_sram(x: Sizes) -> float:
-    """Tiles of both factors of a product over columns."""
-    return (x.bq + x.bkv) * x.C * x.e
-
-
-def weighing_sram(x: Sizes) -> float:
-    """A stored tile and a tile of the operand that it multiplies, loaded ahead."""
-    return x.s * (x.bq * x.bkv + x.bkv * x.C) * x.e
-
-
-def gathering_sram(x: Sizes) -> float:
-    """The same where the stored tile is transposed."""
-    return x.s * (x.bq * x.bkv + x.bq * x.C) * x.e
-
-
-def standard_scores_read(x: Sizes) -> float:
-    return queries_beside(x) * query_bytes(x) + keys_again(x) * key_bytes(x)
-
-
-def standard_softmax_written(x: Sizes) -> float:
-    return matrix_bytes(x) + row_bytes(x)
-
-
-def standard_softmax_exps(x: Sizes) -> float:
-    """A running sum in the first sweep, two a score; the weights in the second."""
-    return 3 * score_count(x)
-
-
-def standard_output_read(x: Sizes) -> float:
-    return matrix_bytes(x) + keys_again(x) * value_bytes(x)
-
-
-def standard_weights_read(x: Sizes) -> float:
-    return standard_scores_read(x) + queries_beside(x) * row_bytes(x)
-
-
-def standard_dvalue_read(x: Sizes) -> float:
-    return matrix_bytes(x) + queries_again(x) * output_bytes(x)
-
-
-def standard_dweights_read(x: Sizes) -> float:
-    return queries_beside(x) * output_bytes(x) + keys_again(x) * value_bytes(x)
-
-
-def standard_dscores_read(x: Sizes) -> float:
-    """P, dP and delta; Q and K again where the score is not linear."""
-    return 2 * matrix_bytes(x) + queries_beside(x) * row_bytes(x) + x.nonlinear * standard_scores_read(x)
-
-
-def standard_dquery_read(x: Sizes) -> float:
-    return matrix_bytes(x) + keys_again(x) * key_bytes(x)
-
-
-def standard_dkey_read(x: Sizes) -> float:
-    return matrix_bytes(x) + queries_again(x) * query_bytes(x)
-
-
-def value_flops(x: Sizes) -> float:
-    """A product over the columns of the value, or into them."""
-    return 2 * score_count(x) * x.Cv
-
-
-def dscores_sram(x: Sizes) -> float:
-    """Q and K, where the score is not linear."""
-    return x.nonlinear * product_sram(x)
-
-
-def dscores_flops(x: Sizes) -> float:
-    return x.nonlinear * score_flops(x)
-
-
-def head_running(x: Sizes) -> float:
-    return (x.e * x.D + RUNNING * x.Dv + 2 * ROW_STATISTIC) * x.L
-
-
-def head_running_gradient(x: Sizes) -> float:
-    """Of all query heads of a kv head, since one program works on them."""
-    return (x.e * (x.D + x.Dv) + RUNNING * x.D + 2 * ROW_STATISTIC) * x.L * x.Hq / x.Hkv
-
-
-def one_head_key(x: Sizes) -> float:
-    return x.e * x.T * x.D
-
-
-def one_head_value(x: Sizes) -> float:
-    return x.e * x.T * x.Du
-
-
-def one_head_query(x: Sizes) -> float:
-    return x.e * x.L * x.D
-
-
-def one_head_output(x: Sizes) -> float:
-    return x.e * x.L * x.Dv
+    return (1 + of.queries_again(x)) * running_gradient(x) + of.query_bytes(x) + of.key_value_gradient_bytes(x)
 
 
 def _streaming_forward(t: Tiles) -> list[Stage]:
@@ -237,58 +119,55 @@ def _streaming_backward(t: Tiles) -> list[Stage]:
     return stages
 
 
-def _standard_scores(t: Tiles) -> list[Stage]:
-    return [
-        loads("query", f"{t.query()}, {t.key()}", ONCE),
-        computes("scores", f"{t.scores()} = {t.score_text}; -inf where masked", ONCE),
-        stores("scores", t.scores()),
-    ]
+def _head_running_gradient(x: Sizes) -> float:
+    """Of all query heads of a kv head, since one program works on them."""
+    return (x.e * (x.D + x.Dv) + RUNNING * x.D + 2 * ROW_STATISTIC) * x.L * x.Hq / x.Hkv
 
 
-def _standard_softmax(t: Tiles) -> list[Stage]:
-    return [
-        keeps("columns", "a max and a sum of every column of a tile of S"),
-        loads("scores", "rows of S, in the first of two sweeps", ONCE, "HBM -> registers"),
-        computes("sums", "max and sum of each row, joined from those of the columns", ONCE),
-        stores("weights", f"P = exp2(S - max) / sum over S, in the second sweep; lse{t.sink_text}"),
-    ]
+STREAMING = (
+    Kernel(
+        KernelId("triton", "streaming_forward"), "forward", "forward", "q", _SWEEPS, _streaming_forward,
+        programs=of.head_programs, read=streaming_forward_read, written=streaming_forward_written,
+        sram=streaming_forward_sram, flops=of.forward_flops, exps=of.forward_exps,
+        again=Again(of.query_visits, lambda x: (x.e * x.D + RUNNING * x.Dv + 2 * ROW_STATISTIC) * x.L),
+        registers=forward_registers, weighs=True, features=(SINK,),
+    ),
+    ROW_STATISTICS,
+    Kernel(
+        KernelId("triton", "streaming_backward"), "backward", "backward_q", "q", _SWEEPS, _streaming_backward,
+        programs=of.kv_head_programs, read=streaming_backward_read, written=streaming_backward_written,
+        sram=streaming_backward_sram, flops=of.five_products_flops, exps=of.score_count,
+        again=Again(of.query_visits, _head_running_gradient), registers=dkey_dvalue_registers, weighs=True,
+    ),
+)  # fmt: skip
 
 
-def _standard_output(t: Tiles) -> list[Stage]:
-    return [
-        keeps("output", f"{t.output('O')} float32"),
-        loads("weights", f"{t.scores('P')}, {t.value()}", EACH_KV, AHEAD),
-        computes("output", "O += P V", EACH_KV),
-        stores("output", t.output("O")),
-    ]
+# -- standard ----------------------------------------------------------------------------------------------------------
+def _product_sram(x: Sizes) -> float:
+    """Tiles of both factors of a product over columns."""
+    return (x.bq + x.bkv) * x.C * x.e
 
 
-def _standard_weights(t: Tiles) -> list[Stage]:
-    return [
-        loads("query", f"{t.query()}, {t.key()}, {t.rows('lse')}", ONCE),
-        computes("weights", f"{t.scores('P')} = exp2({t.score_text} - lse); 0 where masked", ONCE),
-        stores("weights", t.scores("P")),
-    ]
+def _weighing_sram(x: Sizes) -> float:
+    """A stored tile and a tile of the operand that it multiplies, loaded ahead."""
+    return x.s * (x.bq * x.bkv + x.bkv * x.C) * x.e
 
 
-def _standard_dvalue(t: Tiles) -> list[Stage]:
-    return [
-        keeps("dvalue", f"{t.value('dV')} float32"),
-        loads("weights", f"{t.scores('P')}, {t.output('dO')}", EACH_Q, AHEAD),
-        computes("dvalue", "dV += P^T dO", EACH_Q),
-        stores("dvalue", t.value("dV")),
-    ]
+def _gathering_sram(x: Sizes) -> float:
+    """The same where the stored tile is transposed."""
+    return x.s * (x.bq * x.bkv + x.bq * x.C) * x.e
 
 
-def _standard_dweights(t: Tiles) -> list[Stage]:
-    return [
-        loads("output", f"{t.output('dO')}, {t.value()}", ONCE),
-        computes("dweights", f"{t.scores('dP')} = dO V^T", ONCE),
-        stores("dweights", t.scores("dP")),
-    ]
+def _scores_read(x: Sizes) -> float:
+    return of.queries_beside(x) * of.query_bytes(x) + of.keys_again(x) * of.key_bytes(x)
 
 
-def _standard_dscores(t: Tiles) -> list[Stage]:
+def _value_flops(x: Sizes) -> float:
+    """A product over the columns of the value, or into them."""
+    return 2 * of.score_count(x) * x.Cv
+
+
+def _dscores_words(t: Tiles) -> list[Stage]:
     again = [] if t.traits.linear and not t.sums else [loads("query", f"{t.query()}, {t.key()}, for Q K^T again", ONCE)]
     wanted = "query" in t.wanted or t.wants_dkey
     return [
@@ -300,89 +179,110 @@ def _standard_dscores(t: Tiles) -> list[Stage]:
     ]
 
 
-def _standard_dquery(t: Tiles) -> list[Stage]:
-    return [
-        keeps("dquery", f"{t.query('dQ')} float32"),
-        loads("dscores", f"{t.scores('dS')}, {t.key()}", EACH_KV, AHEAD),
-        computes("dquery", "dQ += dS K", EACH_KV),
-        stores("dquery", t.query("dQ")),
-    ]
+_KEY = Again(of.key_visits, lambda x: x.e * x.T * x.D)
+_VALUE = Again(of.key_visits, lambda x: x.e * x.T * x.Du)
+_QUERY = Again(of.query_visits, lambda x: x.e * x.L * x.D)
+_OUTPUT = Again(of.query_visits, lambda x: x.e * x.L * x.Dv)
 
 
-def _standard_dkey(t: Tiles) -> list[Stage]:
-    return [
-        keeps("dkey", f"{t.key('dK')} float32"),
-        loads("dscores", f"{t.scores('dS')}, {t.query()}", EACH_Q, AHEAD),
-        computes("dkey", "dK += dS^T Q", EACH_Q),
-        stores("dkey", t.key("dK")),
-    ]
+def _standard(name: str, slot: Slot, loop: str, words: Words, **formulas: Any) -> Kernel:
+    direction: Direction = "forward" if slot == "forward" else "backward"
+    axis: Axis = "q" if loop == _ALL_QUERIES else "kv"
+    found = {"again": _KEY, **formulas}
+    return Kernel(KernelId("triton", f"standard_{name}"), direction, slot, axis, loop, words, visits="all", **found)
 
 
-_KEY = Again(key_visits, one_head_key)
-_VALUE = Again(key_visits, one_head_value)
-_QUERY = Again(query_visits, one_head_query)
-_OUTPUT = Again(query_visits, one_head_output)
-
-STREAMING = (
-    Kernel(
-        KernelId("triton", "streaming_forward"), "forward", "forward", "q", _SWEEPS, _streaming_forward,
-        programs=head_programs, read=streaming_forward_read, written=streaming_forward_written,
-        sram=streaming_forward_sram, flops=forward_flops, exps=forward_exps,
-        again=Again(query_visits, head_running), registers=forward_registers, weighs=True, features=(SINK,),
-    ),
-    ROW_STATISTICS,
-    Kernel(
-        KernelId("triton", "streaming_backward"), "backward", "backward_q", "q", _SWEEPS, _streaming_backward,
-        programs=kv_head_programs, read=streaming_backward_read, written=streaming_backward_written,
-        sram=streaming_backward_sram, flops=five_products_flops, exps=score_count,
-        again=Again(query_visits, head_running_gradient), registers=dkey_dvalue_registers, weighs=True,
-    ),
-)  # fmt: skip
 STANDARD = (
-    Kernel(
-        KernelId("triton", "standard_scores"), "forward", "forward", "kv", _ONE_TILE, _standard_scores,
-        programs=pair_programs, read=standard_scores_read, written=matrix_bytes, sram=product_sram,
-        flops=score_flops, again=_KEY, visits="all",
+    _standard(
+        "scores", "forward", _ONE_TILE,
+        lambda t: [
+            loads("query", f"{t.query()}, {t.key()}", ONCE),
+            computes("scores", f"{t.scores()} = {t.score_text}; -inf where masked", ONCE),
+            stores("scores", t.scores()),
+        ],
+        programs=of.pair_programs, read=_scores_read, written=of.matrix_bytes, sram=_product_sram,
+        flops=of.score_flops,
     ),
-    Kernel(
-        KernelId("triton", "standard_softmax"), "forward", "forward", "kv", ROWS, _standard_softmax,
-        programs=query_programs, read=matrix_bytes, written=standard_softmax_written, exps=standard_softmax_exps,
-        again=_KEY, visits="all", features=(SINK,),
+    _standard(  # a running sum in the first sweep, two exponentials a score; the weights in the second
+        "softmax", "forward", ROWS,
+        lambda t: [
+            keeps("columns", "a max and a sum of every column of a tile of S"),
+            loads("scores", "rows of S, in the first of two sweeps", ONCE, "HBM -> registers"),
+            computes("sums", "max and sum of each row, joined from those of the columns", ONCE),
+            stores("weights", f"P = exp2(S - max) / sum over S, in the second sweep; lse{t.sink_text}"),
+        ],
+        features=(SINK,),
+        programs=of.query_programs, read=of.matrix_bytes, written=lambda x: of.matrix_bytes(x) + of.row_bytes(x),
+        exps=lambda x: 3 * of.score_count(x),
     ),
-    Kernel(
-        KernelId("triton", "standard_output"), "forward", "forward", "kv", _ALL_KEYS, _standard_output,
-        programs=query_programs, read=standard_output_read, written=output_bytes, sram=weighing_sram,
-        flops=value_flops, again=_VALUE, visits="all",
+    _standard(
+        "output", "forward", _ALL_KEYS,
+        lambda t: [
+            keeps("output", f"{t.output('O')} float32"),
+            loads("weights", f"{t.scores('P')}, {t.value()}", EACH_KV, AHEAD),
+            computes("output", "O += P V", EACH_KV),
+            stores("output", t.output("O")),
+        ],
+        programs=of.query_programs, read=lambda x: of.matrix_bytes(x) + of.keys_again(x) * of.value_bytes(x),
+        written=of.output_bytes, sram=_weighing_sram, flops=_value_flops, again=_VALUE,
     ),
     ROW_STATISTICS,
-    Kernel(
-        KernelId("triton", "standard_weights"), "backward", "backward_q", "kv", _ONE_TILE, _standard_weights,
-        programs=pair_programs, read=standard_weights_read, written=matrix_bytes, sram=product_sram,
-        flops=score_flops, exps=score_count, again=_KEY, visits="all",
+    _standard(
+        "weights", "backward_q", _ONE_TILE,
+        lambda t: [
+            loads("query", f"{t.query()}, {t.key()}, {t.rows('lse')}", ONCE),
+            computes("weights", f"{t.scores('P')} = exp2({t.score_text} - lse); 0 where masked", ONCE),
+            stores("weights", t.scores("P")),
+        ],
+        programs=of.pair_programs, read=lambda x: _scores_read(x) + of.queries_beside(x) * of.row_bytes(x),
+        written=of.matrix_bytes, sram=_product_sram, flops=of.score_flops, exps=of.score_count,
     ),
-    Kernel(
-        KernelId("triton", "standard_dvalue"), "backward", "backward_kv", "q", _ALL_QUERIES, _standard_dvalue,
-        programs=key_programs, read=standard_dvalue_read, written=value_bytes, sram=gathering_sram,
-        flops=value_flops, again=_OUTPUT, visits="all",
+    _standard(
+        "dvalue", "backward_kv", _ALL_QUERIES,
+        lambda t: [
+            keeps("dvalue", f"{t.value('dV')} float32"),
+            loads("weights", f"{t.scores('P')}, {t.output('dO')}", EACH_Q, AHEAD),
+            computes("dvalue", "dV += P^T dO", EACH_Q),
+            stores("dvalue", t.value("dV")),
+        ],
+        programs=of.key_programs, read=lambda x: of.matrix_bytes(x) + of.queries_again(x) * of.output_bytes(x),
+        written=of.value_bytes, sram=_gathering_sram, flops=_value_flops, again=_OUTPUT,
     ),
-    Kernel(
-        KernelId("triton", "standard_dweights"), "backward", "backward_q", "kv", _ONE_TILE, _standard_dweights,
-        programs=pair_programs, read=standard_dweights_read, written=matrix_bytes, sram=product_sram,
-        flops=value_flops, again=_VALUE, visits="all",
+    _standard(
+        "dweights", "backward_q", _ONE_TILE,
+        lambda t: [
+            loads("output", f"{t.output('dO')}, {t.value()}", ONCE),
+            computes("dweights", f"{t.scores('dP')} = dO V^T", ONCE),
+            stores("dweights", t.scores("dP")),
+        ],
+        programs=of.pair_programs, written=of.matrix_bytes, sram=_product_sram, flops=_value_flops, again=_VALUE,
+        read=lambda x: of.queries_beside(x) * of.output_bytes(x) + of.keys_again(x) * of.value_bytes(x),
     ),
-    Kernel(
-        KernelId("triton", "standard_dscores"), "backward", "backward_q", "kv", _ONE_TILE, _standard_dscores,
-        programs=pair_programs, read=standard_dscores_read, written=matrix_bytes, sram=dscores_sram,
-        flops=dscores_flops, again=_KEY, visits="all",
+    _standard(  # Q and K again where the score is not linear
+        "dscores", "backward_q", _ONE_TILE, _dscores_words, programs=of.pair_programs, written=of.matrix_bytes,
+        read=lambda x: 2 * of.matrix_bytes(x) + of.queries_beside(x) * of.row_bytes(x) + x.nonlinear * _scores_read(x),
+        sram=lambda x: x.nonlinear * _product_sram(x), flops=lambda x: x.nonlinear * of.score_flops(x),
     ),
-    Kernel(
-        KernelId("triton", "standard_dquery"), "backward", "backward_q", "kv", _ALL_KEYS, _standard_dquery,
-        programs=query_programs, read=standard_dquery_read, written=query_bytes, sram=weighing_sram,
-        flops=score_flops, again=_KEY, visits="all",
+    _standard(
+        "dquery", "backward_q", _ALL_KEYS,
+        lambda t: [
+            keeps("dquery", f"{t.query('dQ')} float32"),
+            loads("dscores", f"{t.scores('dS')}, {t.key()}", EACH_KV, AHEAD),
+            computes("dquery", "dQ += dS K", EACH_KV),
+            stores("dquery", t.query("dQ")),
+        ],
+        programs=of.query_programs, read=lambda x: of.matrix_bytes(x) + of.keys_again(x) * of.key_bytes(x),
+        written=of.query_bytes, sram=_weighing_sram, flops=of.score_flops,
     ),
-    Kernel(
-        KernelId("triton", "standard_dkey"), "backward", "backward_kv", "q", _ALL_QUERIES, _standard_dkey,
-        programs=key_programs, read=standard_dkey_read, written=key_gradient_bytes, sram=gathering_sram,
-        flops=score_flops, again=_QUERY, visits="all",
+    _standard(
+        "dkey", "backward_kv", _ALL_QUERIES,
+        lambda t: [
+            keeps("dkey", f"{t.key('dK')} float32"),
+            loads("dscores", f"{t.scores('dS')}, {t.query()}", EACH_Q, AHEAD),
+            computes("dkey", "dK += dS^T Q", EACH_Q),
+            stores("dkey", t.key("dK")),
+        ],
+        programs=of.key_programs, read=lambda x: of.matrix_bytes(x) + of.queries_again(x) * of.query_bytes(x),
+        written=of.key_gradient_bytes, sram=_gathering_sram, flops=of.score_flops, again=_QUERY,
     ),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from .....compiler.analysis.tiles.results import Axis
 from .....compiler.planning.kernel import Kernel, KernelId
-from .....compiler.planning.quantities import Sizes, none
+from .....compiler.planning.quantities import none
 from .....compiler.planning.records import Stage
 from .....compiler.planning.sources import Side
 from .....compiler.planning.stage_words import ONCE, Tiles, computes, loads, stores
@@ -15,14 +15,6 @@ from .....compiler.planning.stage_words import ONCE, Tiles, computes, loads, sto
 WORK = ("query_work", "key_work")
 LISTED = 16  # sequences that a program of them lists
 _PLACE = 8  # bytes of a tile's place in a list
-
-
-def _query_words(t: Tiles) -> list[Stage]:
-    return _words(f"[{t.q} queries]", "keys")
-
-
-def _key_words(t: Tiles) -> list[Stage]:
-    return _words(f"[{t.kv} keys]", "queries")
 
 
 def _words(tile: str, others: str) -> list[Stage]:
@@ -42,16 +34,14 @@ def work_kernel(owner: Kernel, side: Side) -> Kernel:
     queries = side == "q"
     axis: Axis = "kv" if queries else "q"
 
-    def programs(x: Sizes) -> float:
-        return x.B
-
-    def written(x: Sizes) -> float:
-        return _PLACE * x.B * (x.nq if queries else x.nkv)
+    def words(t: Tiles) -> list[Stage]:
+        return _words(f"[{t.q} queries]", "keys") if queries else _words(f"[{t.kv} keys]", "queries")
 
     return Kernel(
         KernelId("triton", WORK[0] if queries else WORK[1], owner.name), owner.direction, owner.slot, axis,
-        "all sequences, many at a time", _query_words if queries else _key_words, programs=programs, read=none,
-        written=written, again=owner.again, follows=owner.name, visits="none",
+        "all sequences, many at a time", words, programs=lambda x: x.B, read=none,
+        written=lambda x: _PLACE * x.B * (x.nq if queries else x.nkv), again=owner.again, follows=owner.name,
+        visits="none",
     )  # fmt: skip
 
 
