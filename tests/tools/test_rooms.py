@@ -222,10 +222,11 @@ def test_a_kernel_from_outside_measures_masks_as_others_do(outside: Outside) -> 
 
 # -- a Gluon target ----------------------------------------------------------------------------------------------------
 TEMPLATE = '''"""{{ name }}, by warps of two kinds."""
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
 
 ROWS = gl.constexpr({{ form.block_q }})
 BLOCK_KV = gl.constexpr({{ form.block_kv }})
