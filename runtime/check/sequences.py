@@ -117,7 +117,8 @@ def _starts_problems(query: Tensor, key: Tensor, starts: Mapping[str, Tensor], p
     for label, tensor in (("query", query),) if paged else (("query", query), ("key", key)):
         if tensor.shape[0] != 1:
             how = f"pass padded ones with q_lens={'' if paged else ' and kv_lens='}"
-            packed = "packed operands [1, heads, total, dim] with cu_seqlens_q"
+            packed = "packed queries [1, Hq, total, D]" if paged else "packed operands [1, heads, total, dim]"
+            packed += " with cu_seqlens_q"
             found.append(wrong(label, packed, list(tensor.shape), how))
     if not found and any(one.shape[0] != other.shape[0] for one, other in pairwise(starts.values())):
         got = ", ".join(f"{tensor.shape[0]} in {label}" for label, tensor in starts.items())
