@@ -15,12 +15,11 @@ _installed.warn_of_the_other()  # before modules that it may have overwritten ar
 
 from . import fp8, integrations, kv, masks, nn, scores, serving, variants
 from . import notebook as _notebook  # noqa: F401
-from .attention import Attention
+from .attention import Attention, parse_attention
 from .buckets import bucket
 from .compiler.planning.plan import Plan
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
-from .describe import parse_attention
 from .ir import foreign as _foreign
 from .ir import functions as _functions
 from .ir.attention import Latent

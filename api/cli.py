@@ -33,7 +33,7 @@ from .cli_options import (
     values_of,
     variant_of,
 )
-from .codegen.targets import targets
+from .codegen.targets import target_named, targets
 from .compiler.planning.dtypes import ON_GPUS
 from .compiler.planning.kernel import Algorithm
 from .compiler.planning.machines import hardware
@@ -43,9 +43,10 @@ from .compiler.planning.signature import class_of, in_words
 from .compiler.planning.tuner import Outcome, Spread
 from .doctor import cache_rows, machine_rows, setting_rows, small_call, state_of, target_rows, version_rows
 from .ir.errors import WeftError, counted
-from .runtime import cache, calibrated, driver
-from .runtime.checks import MAX_HEAD_DIM
+from .runtime import driver
+from .runtime.check.tensors import MAX_HEAD_DIM
 from .runtime.settings import size_of
+from .runtime.store import calibrated, files, prune
 
 
 class _Mistake(click.ClickException):
@@ -59,7 +60,8 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except WeftError as error:
-            raise _Mistake(in_options(str(error), ctx.meta.get(SHARED, {}))) from error
+            known = {option.name for command in self.commands.values() for option in command.params}
+            raise _Mistake(in_options(error, ctx.meta.get(SHARED, {}), known)) from error
         except OSError as error:
             if error.filename is None:  # a closed pipe, which click takes as the end
                 raise
@@ -216,7 +218,8 @@ def tune(ctx: click.Context, target: str | None, algorithm: Algorithm) -> None:
     about = in_words(class_of(r.shape.q_len, r.shape.kv_len))
     click.echo(f"fastest of {found.tried}: schedule={str(found.schedule)!r}")
     click.echo(f"kept for calls of about {about} queries and keys")
-    if algorithm == "flash" and any(choice.target != "cpu" for choice in found.schedule.kernels.values()):
+    chosen = [target_named(choice.target) for choice in found.schedule.kernels.values()]
+    if algorithm == "flash" and any(target.serves != "cpu" for target in chosen):
         click.echo("of calls of few queries, and of short sequences in mixed ones (split_kv), nothing is tuned")
 
 
@@ -376,7 +379,7 @@ def cache_group() -> None:
 @cache_group.command("path")
 def cache_path() -> None:
     """Print where it is."""
-    click.echo(cache.cache_dir())
+    click.echo(files.cache_dir())
 
 
 @cache_group.command("list")
@@ -387,7 +390,7 @@ def cache_list() -> None:
     line and nothing else, fields apart by tabs: name, state, bytes, seconds since 1970 when made and when last used,
     path, and why it is not sound.
     """
-    found = cache.entries()
+    found = prune.entries()
     if not sys.stdout.isatty():
         for entry in found:
             state, _, reason = state_of(entry).partition(": ")
@@ -395,7 +398,7 @@ def cache_list() -> None:
             click.echo("\t".join(map(str, fields)))
         return
     size = sum(entry.size for entry in found)
-    click.echo(f"{counted(len(found), 'entry')}, {size / 1024:.0f} KiB in {cache.cache_dir()}")
+    click.echo(f"{counted(len(found), 'entry')}, {size / 1024:.0f} KiB in {files.cache_dir()}")
     if found:
         click.echo(f"{'KiB':>8}  {'made':16}  {'used':10}  entry")
     for entry in found:  # plain lines with the name unbroken: it is there to be copied
@@ -405,7 +408,7 @@ def cache_list() -> None:
     _say_how_to_edit(found)
 
 
-def _say_how_to_edit(found: list[cache.EntryInfo]) -> None:
+def _say_how_to_edit(found: list[prune.EntryInfo]) -> None:
     usable = next((entry for entry in found if state_of(entry) == "sound"), None)
     if usable is not None:
         click.echo("An edited module is named as its entry, without the last dash and what follows:")
@@ -416,15 +419,15 @@ def _say_how_to_edit(found: list[cache.EntryInfo]) -> None:
 @click.option("--max-size", metavar="SIZE", help="Then remove the least recently used entries beyond it, e.g. 200MB.")
 def cache_prune(max_size: str | None) -> None:
     """Remove stale and unsound entries, and what processes that died left behind."""
-    done = cache.prune(None if max_size is None else size_of(max_size, "--max-size"))
+    done = prune.prune(None if max_size is None else size_of(max_size, "--max-size"))
     counts = f"{done.stale} stale entries, {done.over} beyond the size, {done.left_overs} left-overs"
-    click.echo(f"removed {counts} ({done.size / 1024:.0f} KiB) from {cache.cache_dir()}")
+    click.echo(f"removed {counts} ({done.size / 1024:.0f} KiB) from {files.cache_dir()}")
 
 
 @cache_group.command("clear")
 def cache_clear() -> None:
     """Remove all entries."""
-    click.echo(f"removed {counted(cache.clear(), 'entry')} from {cache.cache_dir()}")
+    click.echo(f"removed {counted(prune.clear(), 'entry')} from {files.cache_dir()}")
 
 
 # -- calibrate -------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ import importlib.util
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,43 +26,58 @@ from .compiler.planning.dtypes import ON_GPUS
 from .compiler.planning.records import Shape
 from .drawn import drawn_operands
 from .ir.attention import SEED
-from .ir.errors import WeftError
+from .ir.errors import Problem, WeftError, listed
 from .ir.expr import Const, Expr, Number, Scalar, TensorOperand
 from .ir.normalizer import SOFTMAX, normalizers
-from .runtime.checks import DTYPES
+from .runtime.check.tensors import DTYPES
 
 _KINDS = {"int": int, "float": float, "bool": bool}
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 SHARED = "weft.cli.shared"
-_PLACE = re.compile(r" \(declared at [^\n]*?:\d+\)|\n +at [^\n]*:\d+(?=\n|$)|, declared at [^\n]*?:\d+(?=\))")
-_WRITTEN = re.compile(r"^( *- |[\w ]+: |)(score|mask|scale|sink|dropout|name|normalizer)(?=: )", re.MULTILINE)
-_MISSING = re.compile(r"^\w+: \w+: missing (?:the operand|values of) (\w+)(?:.*(, a tensor)$)?.*$")
+_DECLARED = ("score", "mask", "scale", "sink", "dropout", "name", "normalizer")  # what options write of a variant
 RANDOM = "random"  # --set NAME=random draws a tensor
-_SIZE, _RECORD = re.compile(r"(?:\bshape|^\w+: show_mask): (\w+)(?=: )"), re.compile(r"^hardware(?=: )")
 
 
-def in_options(message: str, given: Mapping[str, object]) -> str:
-    """A message about a call in the words of the command: options in place of arguments.
+def in_options(error: WeftError, given: Mapping[str, object], known: Container[str]) -> str:
+    """An error about a call in the words of the command: options in place of arguments.
 
-    Of a variant that the options write, the places in files are left out: they are of no file of the user.
+    Of a variant that the options write, places in files are left out: they are of no file of the user. known: the names
+    of all options.
     """
-    message = _SIZE.sub(lambda found: f"--{found[1].replace('_', '-')}", _RECORD.sub("--device", message))
-    message = _MISSING.sub(_how_to_give, message)
-    if given.get("variant") is not None:
-        return message
-    message = _WRITTEN.sub(lambda found: f"{found[1]}--{found[2]}", _PLACE.sub("", message))
-    return re.sub(r"^\w+: (?=--[\w-]+: )", "", message)  # the variant's name says nothing beside the option's
+    if not error.problems:
+        return str(error)
+    is_written = given.get("variant") is None
+    texts = [_told(problem, is_written, known) for problem in error.problems]
+    if len(texts) == 1 and texts[0].startswith("--"):  # the variant's name says nothing beside the option's
+        return texts[0]
+    title = error.title if is_written or not error.declared else f"{error.title} (declared at {error.declared})"
+    return listed(title, texts)
 
 
-def _how_to_give(missing: re.Match[str]) -> str:
+def _told(problem: Problem, is_written: bool, known: Container[str]) -> str:
+    if problem.what == "missing" and problem.operand:
+        return _how_to_give(problem)
+    where = "" if is_written else problem.where
+    if problem.option in known and (is_written or problem.option not in _DECLARED):
+        return problem.text(f"--{problem.option.replace('_', '-')}", where)
+    return str(replace(problem, where=where))
+
+
+def _how_to_give(problem: Problem) -> str:
     """What to write for an operand that was not given: options hold numbers, and tensors that are drawn."""
-    name = missing[1]
-    if missing[2]:
+    name = problem.operand
+    if problem.expected.startswith("a tensor"):
         return (
             f"--set: missing {name}, a tensor; write --set {name}={RANDOM}, or draw what it holds in Python, "
             f".show_mask(..., {name}=...)"
         )
     return f"--set: missing {name}; write --set {name}=NUMBER"
+
+
+def _of_option(option: str, error: WeftError, hint: str = "") -> WeftError:
+    """What is wrong with the text of an option, without the places in files: they are of no file of the user."""
+    texts = [str(replace(problem, where="")) for problem in error.problems] or [str(error)]
+    return WeftError(f"--{option}: {'; '.join(texts)}{hint}")
 
 
 @dataclass(frozen=True)
@@ -209,9 +224,8 @@ def _parsed(option: str, text: str, operands: Mapping[str, Scalar | TensorOperan
     try:
         return parse(text, operands)
     except WeftError as error:
-        message = str(error)
-        hint = "; declare operands with --scalar and --tensor" if "unknown name" in message else ""
-        raise WeftError(f"--{option}: {_PLACE.sub('', message)}{hint}") from error
+        hint = "; declare operands with --scalar and --tensor" if error.what.startswith("unknown name") else ""
+        raise _of_option(option, error, hint) from error
 
 
 def _operands(scalars: tuple[str, ...], tensors: tuple[str, ...]) -> dict[str, Scalar | TensorOperand]:
@@ -229,7 +243,7 @@ def _operand_of(option: str, text: str) -> Scalar | TensorOperand:
     try:
         return _scalar_of(text) if option == "scalar" else _tensor_of(text)
     except WeftError as error:
-        raise WeftError(f"--{option}: {_PLACE.sub('', str(error))}") from error
+        raise _of_option(option, error) from error
 
 
 def _scalar_of(text: str) -> Scalar:

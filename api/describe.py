@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from . import parts
-from .codegen.products import ANY_LENGTH
-from .codegen.targets.cpu.choice import own_seconds
-from .codegen.targets.cpu.cost import OwnWay, beside_products, causal_fraction
-from .codegen.targets.cpu.target import (
-    computes_whole,
-    heads_with_mask,
-    keeps_weights,
-    kind_of_mask,
-    mask_numbers,
-    short_heads,
-)
 from .compiler.analysis.tiles import proven
 from .compiler.analysis.tiles.facts import Facts, facts_of
 from .compiler.analysis.tiles.measured import Blocks
@@ -31,27 +20,17 @@ from .compiler.planning.machines.hardware import Hardware, on_threads
 from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
-from .compiler.planning.signature import MOST_SHORT, Direction
+from .compiler.planning.signature import MOST_SHORT
 from .compiler.planning.splits import longest_visits
 from .compiler.planning.sum_times import sums_of
-from .ir import parse
+from .compiler.planning.target import Planned, Target
+from .ir.attention import Attention
 from .ir.errors import WeftError, counted
 from .ir.reference import dense_mask
 from .ir.walk import symbols
 from .levels import differ_by, ends_of, watched_in
 from .request import Request, described, environment, mask_operands, request_of, to_give
-
-if TYPE_CHECKING:
-    from .attention import Attention
-    from .runtime.options import Form
-
-
-def parse_attention(text: str) -> Attention:
-    """The variant that `str(variant)` printed."""
-    from .attention import Attention  # lazy: the class has the functions of this module as its methods
-
-    declared = parse.parse_attention(text)
-    return Attention(**{field.name: getattr(declared, field.name) for field in dataclasses.fields(declared)})
+from .runtime.options import Form
 
 
 def _counter(attention: Attention, r: Request, options: Mapping[str, Any]) -> tuple[CountTiles | None, tuple[str, ...]]:
@@ -139,22 +118,6 @@ def _longest(attention: Attention, r: Request, options: Mapping[str, Any]) -> Co
     return longest
 
 
-def _boxes(facts: Facts, code: CodePlan) -> Iterator[str]:
-    """How what pairs read is read, by a target that may bring tiles of it."""
-    read = facts.boxed_read
-    if read is None or code.target != "hopper":
-        return
-    if code.brings_boxes:
-        yield f"tiles of {read} are brought to SRAM with keys"
-    elif code.signature.boxed:
-        yield f"{read} is read pair by pair: tiles of it have no room in SRAM beside those of keys and values"
-    else:
-        yield (
-            f"{read} is read pair by pair: tiles of it want 16 or 32 bits an entry, and an address and strides that "
-            "are multiples of 16 bytes, that of the last dimension 1"
-        )
-
-
 def _measures(code: CodePlan) -> bool:
     """Whether kernels read from memory which tiles to visit, as measured for the call."""
     return code.of_module("measures") is not None
@@ -187,9 +150,6 @@ def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:
     count, how = _counter(attention, r, options)
     codes = [found.code for found in (r.forward, r.backward) if found]
     notes = (*r.notes, *_open_parts(facts, r.forward.code), *how)
-    if any(code.target == "interpret" for code in codes):
-        notes = (*notes, "the interpreter is for debugging: times are of such work in compiled code, not of its steps")
-    notes = (*notes, *_many_rows(r.forward.code))
     if r.sequences is not None:
         notes = (*notes, parts.note(r.sequences))
     elif isinstance(options.get("q_offset"), Tensor):
@@ -211,7 +171,9 @@ def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:
     )
     for table in tables:
         notes = (*notes, f"read by distance, q_pos - kv_pos, from a table that is made in each call: {table.part}")
-    notes = (*notes, *_boxes(facts, r.forward.code))
+    notes = (*notes, *r.forward.target.remarks(r.forward.code, facts))
+    if r.backward and r.backward.target.interprets and not r.forward.target.interprets:
+        notes = (*notes, *r.backward.target.remarks(r.backward.code, facts))
     if traits.pair_bytes:
         most = traits.pair_bytes
         notes = (
@@ -224,7 +186,8 @@ def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:
 
     def made(visible: VisiblePairs | None = None) -> Plan:
         name = str(attention.name)
-        own = _computed_whole(facts, r, options, visible)
+        said = [target.says(planned(attention, r, target, options, visible)) for target in r.targets]
+        own = {direction: seconds for each in said for direction, seconds in each.seconds.items()}
         return make_plan(
             name,
             r.sizes,
@@ -233,7 +196,7 @@ def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:
             traits,
             count=count,
             longest=longest,
-            notes=(*notes, *_words_of_whole(facts, r, own)),
+            notes=(*notes, *(note for each in said for note in each.notes)),
             visible=visible,
             sums=sums,
             packed=parts.packed(r.sequences),
@@ -301,125 +264,29 @@ def _seen_by(attention: Attention, env: Mapping[str, Any], positions: Sequence[i
     return seen
 
 
+def planned(
+    attention: Attention, r: Request, target: Target, options: Mapping[str, Any], visible: VisiblePairs | None
+) -> Planned:
+    """The call as a target is asked about it."""
+    found = [each for each in (r.forward, r.backward) if each is not None and each.target is target]
+    return Planned(
+        facts_of(attention), r.sizes, _with_threads(r.machine),
+        {each.code.signature.direction: each.code for each in found}, r.sequences is not None, options.get("q_offset"),
+        None if visible is None else visible.count,
+    )  # fmt: skip
+
+
 def may_be_whole(attention: Attention, r: Request, options: Mapping[str, Any]) -> bool:
-    """Whether torch's own attention on a CPU may compute a dense call, if it has such scores."""
-    if r.forward.code.target != "cpu" or isinstance(offset := options.get("q_offset"), Tensor):
+    """Whether a library may compute a dense call, if it has such scores."""
+    if isinstance(offset := options.get("q_offset"), Tensor):
         return False
     visible = _visible_pairs(attention, parts.Part(r.sizes, offset, 0), r.head_dim, options)
-    return _sees_all(facts_of(attention), r, options, visible)
-
-
-def _sees_all(facts: Facts, r: Request, options: Mapping[str, Any], visible: VisiblePairs | None) -> bool:
-    """Whether every query of the call sees all keys, or all up to its own under a causal mask."""
-    x = r.sizes
-    if visible is None or r.sequences is not None:
-        return False
-    own = kind_of_mask(facts) == "causal" and x.q_len == x.kv_len and options.get("q_offset") in (None, 0)
-    return own or visible.count == x.batch * x.heads * x.q_len * x.kv_len
-
-
-def _computed_whole(
-    facts: Facts, r: Request, options: Mapping[str, Any], visible: VisiblePairs | None
-) -> dict[Direction, float]:
-    """Directions in which torch's own operations compute the call, and how long it is predicted to take."""
-    if r.sequences is not None:
-        return {}
-    found: dict[Direction, float] = {}
-    machine, x = _with_threads(r.machine), r.sizes
-    scores, pairs = x.q_len * x.kv_len * x.head_dim, x.batch * x.heads * x.q_len * x.kv_len
-    for resolved in (r.forward, r.backward):
-        if resolved is None or resolved.code.target != "cpu":
-            continue
-        code, direction = resolved.code, resolved.code.signature.direction
-        whole = computes_whole(code, facts) or scores < short_heads(code, facts)
-        way: OwnWay = "mask"
-        share, numbers = 1.0, mask_numbers(facts, x.batch, x.heads, x.q_len, x.kv_len)
-        if whole and visible is not None and _sees_all(facts, r, options, visible):
-            way, share = "whole", 1.0 if visible.count == pairs else causal_fraction(x.kv_len)
-        elif direction == "backward" and _keeps_weights(facts, r):
-            way, share, numbers = "weights", PRODUCTS_OF_WEIGHTS, pairs
-        elif scores >= heads_with_mask(code, facts):
-            continue
-        seconds = own_seconds(direction, share * pairs, x.head_dim, x.dtype, machine)
-        if seconds is not None:
-            rows = x.batch * x.heads * x.q_len
-            found[direction] = seconds + beside_products(way, direction, rows, numbers, machine)
-    return found
-
-
-PRODUCTS_OF_WEIGHTS = 4 / 5  # of a backward's, where the forward kept the weights
-
-
-def _keeps_weights(facts: Facts, r: Request) -> bool:
-    """Whether the backward of the call takes the weights that its forward kept."""
-    if r.backward is None or r.backward.code.target != "cpu" or r.sequences is not None:
-        return False
-    x = r.sizes
-    return keeps_weights(r.backward.code, facts, (x.batch, x.heads, x.kv_heads, x.q_len, x.kv_len, x.head_dim))
-
-
-def _words_of_whole(facts: Facts, r: Request, own: Mapping[Direction, float]) -> tuple[str, ...]:
-    """Which calls have no tiles on a CPU, and whether the described one is such."""
-    if "backward" in own and _keeps_weights(facts, r):
-        kept = (
-            "the backward of this call takes the weights that its forward kept: of tiles are all figures but its time"
-        )
-        rest: dict[Direction, float] = {
-            direction: seconds for direction, seconds in own.items() if direction != "backward"
-        }
-        return (kept, *_words_of_whole(facts, r, rest))
-    if own:
-        both = " and the ".join(own)
-        lse = "; its backward has tiles where a gradient of the log-sum-exp arrives" if "backward" in own else ""
-        said = f"the {both} of this call {'are' if len(own) > 1 else 'is'} torch's own kernel, which is the faster one"
-        return (f"{said}: of tiles are all figures but its time{lse}", *_computed_short(facts, r))
-    whole = [
-        found for found in (r.forward, r.backward)
-        if found and found.code.target == "cpu" and computes_whole(found.code, facts)
-    ]  # fmt: skip
-    if not whole:
-        return _computed_short(facts, r)
-    mask = kind_of_mask(facts)
-    seen = "the same keys" if mask in ("run", "causal") else "all keys"
-    seen += ", or all up to its own," if mask == "causal" else ""
-    directions = [found.code.signature.direction for found in whole]
-    call = "a forward" if directions[0] == "forward" else "the backward of a call"
-    said = f"{call} in which every query sees {seen} is torch's own kernel, which is the faster one"
-    if "backward" in directions:
-        said += ", and so is its backward" * (len(directions) > 1) + " where no gradient of the log-sum-exp arrives"
-    return (f"{said}; figures are of tiles", *_computed_short(facts, r))
+    return r.forward.target.says(planned(attention, r, r.forward.target, options, visible)).may_be_whole
 
 
 def _with_threads(machine: Hardware) -> Hardware:
     """A CPU as torch uses it in this process."""
     return on_threads(machine, torch.get_num_threads())
-
-
-def _computed_short(facts: Facts, r: Request) -> tuple[str, ...]:
-    """Which calls have none although tiles are faster in longer ones."""
-    cpu = [found.code for found in (r.forward, r.backward) if found and found.code.target == "cpu"]
-    ways = {"torch's own kernel": short_heads, "torch's own kernel, which is handed a mask": heads_with_mask}
-    said = []
-    for way, limit_of in ways.items():
-        found = {code.signature.direction: limit_of(code, facts) for code in cpu}
-        limits = [f"{n:,} of a {direction}" for direction, n in found.items() if 0 < n < ANY_LENGTH]
-        said += [f"a {direction} in so many threads is {way}" for direction, n in found.items() if n >= ANY_LENGTH]
-        if limits:
-            what = "with fewer queries * keys * columns than"
-            said.append(f"short heads, {what} {' and '.join(limits)}, are computed by {way}")
-    return tuple(said)
-
-
-def _many_rows(code: CodePlan) -> tuple[str, ...]:
-    """How a schedule for few queries computes many, where the target has no other."""
-    if code.target != "hopper" or code.schedule.algorithm != "split_kv" or code.signature.few_queries:
-        return ()
-    how = (
-        "programs that run at once have equal shares of the keys that all rows see"
-        if code.signature.sequences.rows.packed
-        else "a program has all keys of a tile of rows, or a part of them where tiles of rows are few"
-    )
-    return (f"many queries of a latent cache are computed by split_kv too, which hopper has alone: {how}",)
 
 
 def _open_parts(facts: Facts, code: CodePlan) -> tuple[str, ...]:

@@ -12,14 +12,15 @@ import tempfile
 import time
 
 from . import Attention, __version__, installed, parse
-from .codegen.targets import targets
+from .codegen.targets import target_named, targets
 from .compiler.planning.machines import hardware
 from .ir.errors import WeftError, counted
-from .runtime import cache, driver
+from .runtime import driver
 from .runtime.settings import current, settings
+from .runtime.store import files, prune
 
 
-def state_of(entry: cache.EntryInfo) -> str:
+def state_of(entry: prune.EntryInfo) -> str:
     if entry.problem:
         return f"unsound: {entry.problem}"
     return f"stale: {entry.stale}" if entry.stale else "sound"
@@ -75,7 +76,7 @@ def cache_rows() -> list[tuple[str, str]]:
     if setting_rows():
         return [("folder", "not known while a setting is wrong")]
     try:
-        folder, found = cache.cache_dir(), cache.entries()
+        folder, found = files.cache_dir(), prune.entries()
     except WeftError as error:
         return [("folder", f"cannot be used, so that kernels are generated anew in each process: {error}")]
     states = [state_of(entry).partition(":")[0] for entry in found]
@@ -91,7 +92,7 @@ def target_rows() -> list[tuple[str, str]]:
     found, by_name = driver.available(), {t.name for t in targets() if t.by_name_only}
     chosen = [name for name, reason in found.items() if reason is None and name not in by_name]
     kind = "the CPU" if hardware.this_machine().kind == "cpu" else "the GPU"
-    defaults = {"cpu": "the CPU"} | ({chosen[0]: kind} if chosen else {})
+    defaults = {t.name: "the CPU" for t in targets() if t.serves == "cpu"} | ({chosen[0]: kind} if chosen else {})
     rows = []
     for name, reason in found.items():
         if reason is not None:
@@ -108,8 +109,9 @@ def small_call(target: str) -> str:
     """What became of a small causal call, against the reference in float64; its kernels are kept nowhere."""
     import torch
 
-    on_cpu = target in ("cpu", "interpret") or not torch.cuda.is_available()
-    dtype = torch.float32 if target == "cpu" else torch.float16
+    found = target_named(target)
+    on_cpu = found.serves == "cpu" or found.interprets or not torch.cuda.is_available()
+    dtype = torch.float32 if on_cpu else torch.float16
     query, key, value = torch.randn(3, 1, 2, 64, 64, dtype=dtype, device="cpu" if on_cpu else "cuda")
     variant, begun = Attention(mask=parse("kv_pos <= q_pos"), name="doctor"), time.perf_counter()
     try:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from . import validate
 from .compiler.analysis.tiles.facts import Facts, facts_of
 from .compiler.analysis.tiles.measured import Measurement
 from .compiler.analysis.tiles.programs import tile_runs
@@ -16,17 +15,13 @@ from .compiler.analysis.tiles.results import TileProgram
 from .compiler.planning import picture
 from .compiler.planning.records import Shape
 from .describe import pair_blocks
-from .ir.errors import WeftError, collected, counted
+from .ir.attention import Attention
+from .ir.errors import Problem, WeftError, collected, counted, shown
+from .ir.numbers import is_int
 from .ir.reference import dense_mask, positions
 from .ir.walk import scalars, symbols, tensors
 from .request import check_read, environment, ranges_of, to_give
-from .runtime.checks import (
-    check_q_offset,
-)
-
-if TYPE_CHECKING:
-    from .attention import Attention
-
+from .runtime.check.operands import check_q_offset, described
 
 MOST_TILES = 1 << 26  # of a picture: half a gigabyte while it is drawn
 
@@ -53,11 +48,11 @@ def show_mask(
         if not isinstance(path, (str, Path)):
             raise WeftError(f"{name}: path: expected the name of a picture such as 'mask.png', got {path!r}")
         picture.check_path(path)
-    options = validate.described(attention, {**options, "q_offset": q_offset}, None, None, ("q_offset",))
+    options = described(attention, {**options, "q_offset": q_offset}, None, None, ("q_offset",))
     q_offset = options.pop("q_offset")
     _check_drawable(attention, facts.kv_tiles, options)
     if q_offset is not None:
-        check_q_offset(q_offset, 1, torch.device("cpu"))
+        check_q_offset(str(attention.name), q_offset, 1, torch.device("cpu"))
     offset, missing = kv_len - q_len if q_offset is None else q_offset, to_give(attention, options)
     drawn = _drawn_head(attention, name, head, **sizes)
     env = {**drawn, "q_len": q_len, "kv_len": kv_len, "q_offset": offset, "batch": batch,
@@ -103,9 +98,10 @@ def _drawn_head(
     heads = heads or head + 1
     kv_heads = kv_heads or heads
     if heads % kv_heads:
-        raise WeftError(f"{name}: heads: expected a multiple of kv_heads {kv_heads}, got {heads}")
+        expected = f"a multiple of kv_heads {kv_heads}"
+        raise WeftError.of(name, Problem(option="heads", expected=expected, got=str(heads)))
     if head >= heads:
-        raise WeftError(f"{name}: head: expected 0 to {heads - 1}, got {head}")
+        raise WeftError.of(name, Problem(option="head", expected=f"0 to {heads - 1}", got=str(head)))
     group = heads // kv_heads
     return {"head": head, "kv_head": head // group, "group": group, "head_dim": head_dim or 64}
 
@@ -121,9 +117,9 @@ def _which(attention: Attention, drawn: Mapping[str, int], batch: int) -> str:
 def _check_counts(name: str, counts: Mapping[str, object], least: int) -> None:
     """Raise WeftError, naming all of them, for what is no int of at least `least`."""
     problems = [
-        f"{n}: expected an int of at least {least}, got {value!r}"
+        Problem(option=n, expected=f"an int of at least {least}", got=shown(value))
         for n, value in counts.items()
-        if isinstance(value, bool) or not isinstance(value, int) or value < least
+        if not is_int(value, least)
     ]
     if problems:
         raise collected(name, problems)
@@ -164,9 +160,10 @@ def _check_drawable(attention: Attention, program: TileProgram, options: Mapping
     needed |= {t.name for line in program.body for t in tensors(line.value)}
     missing = sorted(name for name in needed if name not in options)
     if missing:
-        made = ", a tensor" if missing[0] in {t.name for t in attention.tensors} else ""
-        raise WeftError(
-            f"{attention.name}: show_mask: missing the operand {', '.join(missing)}; pass {missing[0]}=...{made}"
+        made = {t.name: "a tensor" for t in attention.tensors}
+        raise collected(
+            f"{attention.name}: show_mask",
+            [Problem(operand=n, what="missing", expected=made.get(n, ""), next_step=f"pass {n}=...") for n in missing],
         )
 
 

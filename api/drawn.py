@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .compiler.analysis.values.ranges import Ranges, range_of
 from .ir.attention import Attention
-from .ir.errors import WeftError
+from .ir.errors import Problem, WeftError
 from .ir.expr import Load, TensorOperand
 from .ir.walk import loads
 
@@ -60,8 +60,10 @@ def _extents(
             try:
                 high = range_of(index, ranges | ints, floats)[1]
             except KeyError as error:
-                raise WeftError(
-                    f"{attention.name}: {operand.name}: missing values of {error.args[0]}, which `{load}` reads"
+                lacking = str(error.args[0])
+                how = f"pass {lacking}=..., which `{load}` reads"
+                raise WeftError.of(
+                    str(attention.name), Problem(operand=lacking, what="missing", next_step=how)
                 ) from error
             extents[axis] = max(extents[axis], high + 1)
     return tuple(extents)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .ir.errors import WeftError, collected
 from .runtime import descales
-from .runtime import quantize as op
-from .runtime.checks import form_problem
+from .runtime.check.tensors import form_problem
+from .runtime.ops import quantize as op
 
 Per: TypeAlias = Literal["tensor", "head", 64, 128, "token"]
 Layout: TypeAlias = Literal["rows", "columns"]
@@ -50,7 +50,7 @@ def quantize(
     """
     problems = []
     if (problem := form_problem("x", x)) is not None:
-        problems.append(problem)
+        problems.append(str(problem))
     elif x.dim() != 4 or x.dtype not in _FROM:
         problems.append(f"x: expected [B, H, L, D] of bf16, fp16 or fp32, got {x.dtype} {list(x.shape)}")
     if per not in get_args(Per) or isinstance(per, bool):

@@ -19,7 +19,8 @@ from .compiler.planning.records import Shape
 from .ir.errors import WeftError, counted
 from .ir.sequences import Rows
 from .runtime.call import Dense, Packed, PackedPaged, Pages, Ragged, sequences_of
-from .runtime.lengths import check_contents, checked
+from .runtime.check.sequences import checked
+from .runtime.check.values import check_contents
 from .runtime.options import LENGTHS, PLAIN
 
 NO_SEQUENCE = "no sequence is there"

@@ -3,46 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import parts, validate
+from . import parts
 from .compiler.analysis.tiles.facts import facts_of
 from .compiler.analysis.tiles.measured import Table
 from .compiler.analysis.values.ranges import Ranges, check_integers
 from .compiler.planning.dtypes import FP16, ON_GPUS
+from .compiler.planning.latent_forms import cheaper_form
 from .compiler.planning.machines import hardware
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import MOST_SHORT, Described, Direction, Dtypes, Signature, Widths, signature_of
 from .compiler.planning.sources import DENSE
-from .ir.errors import UnavailableError, WeftError, collected
+from .compiler.planning.target import Target
+from .ir.attention import Attention
+from .ir.errors import Problem, UnavailableError, WeftError, collected, shown
 from .ir.expr import Scalar, TensorOperand
+from .ir.numbers import is_int
 from .ir.walk import scalars, tensors
+from .latent import latent_form
 from .runtime import descales, driver
-from .runtime.checks import (
+from .runtime.check.operands import as_number, check_absorbed, check_no_latent, check_q_offset, operand_problems
+from .runtime.check.operands import described as described_operands
+from .runtime.check.tensors import (
     DTYPES,
-    MAX_HEAD_DIM,
-    check_q_offset,
+    check_latent,
     check_tensors,
-    float_problems,
     length_problems,
-    range_problems,
     refuse_tracing,
-    tensor_problems,
+    width_problems,
 )
-from .runtime.options import DESCRIBED, LENGTHS, PLAIN, READ_BY_KERNELS, check_values
+from .runtime.options import DESCRIBED, LENGTHS, PLAIN, READ_BY_KERNELS, Form, check_values
+from .runtime.run.key import boxed_of, dtypes_of, has_doubles, needs_offsets_64, offset_kind
+from .runtime.run.variant import variant_of
 from .runtime.settings import default_target
-from .runtime.variant import boxed_of, dtypes_of, has_doubles, needs_offsets_64, offset_kind, variant_of
-
-if TYPE_CHECKING:
-    from .attention import Attention
-    from .runtime.options import Form
 
 
 def shape(
@@ -55,15 +55,18 @@ def shape(
     """
     own = (heads if kv_heads is None else kv_heads, q_len if kv_len is None else kv_len)
     made = Shape(batch, heads, own[0], q_len, own[1], head_dim, head_dim if value_dim is None else value_dim, dtype)
+    given = {"batch": batch, "heads": heads, "kv_heads": own[0], "q_len": q_len, "kv_len": own[1], "head_dim": head_dim,
+             "value_dim": made.value_dim}  # fmt: skip
+    as_others = {"kv_heads": kv_heads, "kv_len": kv_len, "value_dim": value_dim}
+    problems = [
+        Problem(option=name, expected="a positive int", got=shown(value))
+        for name, value in given.items()
+        if not is_int(value, least=1) and as_others.get(name, value) is not None
+    ]
     if dtype not in ON_GPUS:
-        raise WeftError(f"shape: dtype: expected 'bf16', 'fp16' or 'fp32', got {dtype!r}")
-    sizes = {"batch": made.batch, "heads": heads, "kv_heads": made.kv_heads, "q_len": q_len, "kv_len": made.kv_len,
-             "head_dim": head_dim, "value_dim": made.value_dim}  # fmt: skip
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise WeftError(f"shape: {name}: expected a positive int, got {value!r}")
-    if heads % made.kv_heads:
-        raise WeftError(f"shape: heads: expected a multiple of kv_heads {made.kv_heads}, got {heads}")
+        problems.append(Problem(option="dtype", expected="'bf16', 'fp16' or 'fp32'", got=shown(dtype)))
+    if problems := problems or _heads_problems(made):
+        raise collected("shape", problems)
     return made
 
 
@@ -88,7 +91,7 @@ def _shape_of(
     if wanted == 3:
         check_tensors(str(attention.name), query, key, tensors[2], paged)
     else:
-        validate.check_latent(attention, query, key, uk, uv, paged)
+        check_latent(attention, query, key, uk, uv, paged)
     kv_len = parts.kv_rows(str(attention.name), query, key, options) if paged else key.shape[2]
     if 0 in (query.shape[0], query.shape[2], kv_len):
         raise WeftError(f"{attention.name}: nothing is computed for empty operands, and there is no plan")
@@ -102,21 +105,26 @@ def _shape_of(
 
 def _check_sizes(attention: Attention, sizes: Shape) -> None:
     """Raise WeftError for sizes that a call refuses."""
-    latent, problems = attention.latent, []
+    latent = attention.latent
+    problems: list[Problem] = []
     widths = {"head_dim": sizes.head_dim, "value_dim": sizes.value_dim}
-    for name, width in widths.items():
-        if latent is None and not 0 < width <= MAX_HEAD_DIM:
-            problems.append(
-                f"shape: {name}: expected 1 to {MAX_HEAD_DIM}, got {width}; wider heads are for latent attention"
-            )
+    for name, width in widths.items() if latent is None else ():
+        problems += width_problems(name, width, "")
     for name, length in (("q_len", sizes.q_len), ("kv_len", sizes.kv_len)):
-        problems += length_problems(f"shape: {name}", length)
+        problems += length_problems(name, length)
     if latent is not None and sizes.head_dim <= latent.rope:
-        problems.append(f"shape: head_dim: expected more than {latent.rope}, the latent's rope, got {sizes.head_dim}")
-    if sizes.heads % sizes.kv_heads:
-        problems.append(f"shape: heads: expected a multiple of kv_heads {sizes.kv_heads}, got {sizes.heads}")
+        more = f"more than {latent.rope}, the latent's rope"
+        problems.append(Problem(option="head_dim", expected=more, got=str(sizes.head_dim)))
+    problems += _heads_problems(sizes)
     if problems:
-        raise collected(str(attention.name), problems)
+        raise collected(str(attention.name), [dataclasses.replace(problem, of="shape") for problem in problems])
+
+
+def _heads_problems(sizes: Shape) -> list[Problem]:
+    """Heads that share key heads unevenly."""
+    if sizes.heads % sizes.kv_heads == 0:
+        return []
+    return [Problem(option="heads", expected=f"a multiple of kv_heads {sizes.kv_heads}", got=str(sizes.heads))]
 
 
 def _check_options(attention: Attention, sizes: Shape, form: Form | None, options: Mapping[str, Any]) -> None:
@@ -127,11 +135,10 @@ def _check_options(attention: Attention, sizes: Shape, form: Form | None, option
     offset = options.get("q_offset")
     if offset is not None and not any(options.get(n) is not None for n in LENGTHS):
         device = offset.device if isinstance(offset, Tensor) else torch.device("cpu")
-        check_q_offset(offset, sizes.batch, device)
+        check_q_offset(name, offset, sizes.batch, device)
     if attention.latent is None:
-        validate.check_no_latent(attention, options.get("uk"), options.get("uv"), form)
-    if form not in (None, "expanded", "absorbed"):
-        raise WeftError(f"{name}: form: expected 'expanded' or 'absorbed', got {form!r}")
+        check_no_latent(attention, options.get("uk"), options.get("uv"), form)
+    check_values(name, {"form": form})
 
 
 def _hardware(device: str | None, tensors_on: str | None) -> hardware.Hardware:
@@ -145,11 +152,11 @@ def _seen(attention: Attention, sizes: Shape, form: Form | None) -> tuple[Shape,
     latent = attention.latent
     if latent is None:
         return sizes, Widths(sizes.head_dim, sizes.value_dim)
-    form = form or cheaper_form(attention, sizes)
+    form = form or cheaper_form(latent, sizes)
     if form == "expanded":
         return sizes, Widths(sizes.head_dim, sizes.value_dim, rope_dim=latent.rope)
     width = latent.rank + latent.rope
-    absorbed = dataclasses.replace(sizes, kv_heads=1, head_dim=width, value_dim=latent.rank)
+    absorbed = Shape(sizes.batch, sizes.heads, 1, sizes.q_len, sizes.kv_len, width, latent.rank, sizes.dtype)
     return absorbed, Widths(width, latent.rank, value_is_key=True)
 
 
@@ -181,6 +188,12 @@ class Request(NamedTuple):
     backward: driver.Resolved | None  # None where there is no backward
     notes: tuple[str, ...]
     short: driver.Resolved | None = None  # of short sequences, where those of `forward` are long ones
+
+    @property
+    def targets(self) -> list[Target]:
+        """The targets of both directions, each once."""
+        found = [each.target for each in (self.forward, self.backward) if each is not None]
+        return list(dict.fromkeys(found))
 
     @property
     def shares(self) -> list[Request]:
@@ -216,7 +229,7 @@ def request_of(
         check_values(str(attention.name), {"target": target})
     machine = _hardware(device, tensors_on)
     if attention.latent is not None and options.get("block_table") is not None:
-        validate.check_absorbed(attention, form)
+        check_absorbed(attention, form)
         form = "absorbed"
     if form is None and tensors_on is not None and attention.latent is not None:
         form = _form_of_call(attention, operands, options)
@@ -343,35 +356,6 @@ _FP8_HAS_NO_BACKWARD = "a call with FP8 operands has no backward: train with bf1
 _PAGES_HAVE_NO_BACKWARD = "a call with block_table has no backward: gather the pages to train"
 
 
-def cheaper_form(attention: Attention, sizes: Shape) -> Form:
-    """The form of latent attention with fewer multiplications.
-
-    Expanded multiplies each key vector by uk and uv once, then attends over nope + rope and Dv columns; absorbed
-    multiplies each query instead and attends over rank + rope and rank columns.
-    """
-    latent = attention.latent
-    assert latent is not None
-    nope = sizes.head_dim - latent.rope
-    projected = latent.rank * (nope + sizes.value_dim)
-    expanded = sizes.kv_len * projected + sizes.q_len * sizes.kv_len * (sizes.head_dim + sizes.value_dim)
-    absorbed = sizes.q_len * projected + sizes.q_len * sizes.kv_len * (2 * latent.rank + latent.rope)
-    return "expanded" if expanded <= absorbed else "absorbed"
-
-
-def latent_form(
-    attention: Attention, query: Tensor, cache: Tensor, uk: Tensor, uv: Tensor, operands: Mapping[str, Any]
-) -> Form:
-    """The form of a call: expanded wherever gradients are wanted, else the cheaper one."""
-    if torch.is_grad_enabled() and any(
-        isinstance(t, Tensor) and t.requires_grad for t in (query, cache, uk, uv, *operands.values())
-    ):
-        return "expanded"
-    sizes = Shape(
-        query.shape[0], query.shape[1], query.shape[1], query.shape[2], cache.shape[2], query.shape[3], uv.shape[2]
-    )
-    return cheaper_form(attention, sizes)
-
-
 def _form_of_call(attention: Attention, operands: Sequence[Any], options: Mapping[str, Any]) -> Form:
     """The form that a call with these tensors computes: without uk and uv the query is latent already."""
     uk, uv = options.get("uk"), options.get("uv")
@@ -385,15 +369,15 @@ def described(attention: Attention, operands: Sequence[Tensor | Shape], options:
     """The operands and options of a call that is planned, checked as far as they are given."""
     first = operands[0] if operands else None
     if any(options.get(n) is not None for n in LENGTHS):
-        offset = validate.as_number(options.get("q_offset"), int)  # one for each sequence: checked with these
+        offset = as_number(options.get("q_offset"), int)  # one for each sequence: checked with these
         rest = {n: value for n, value in options.items() if n != "q_offset"}
-        return validate.described(attention, rest, None, getattr(first, "device", None), DESCRIBED) | {
+        return described_operands(attention, rest, None, getattr(first, "device", None), DESCRIBED) | {
             "q_offset": offset
         }
     if isinstance(first, Tensor):
-        return validate.described(attention, options, len(first), first.device, DESCRIBED)
+        return described_operands(attention, options, len(first), first.device, DESCRIBED)
     batch = first.batch if isinstance(first, Shape) else 1
-    return validate.described(attention, options, batch, None, DESCRIBED)
+    return described_operands(attention, options, batch, None, DESCRIBED)
 
 
 def check_operands(
@@ -404,37 +388,8 @@ def check_operands(
     dtype: of the query.
     Those that are missing are nobody's mistake here. A function of its indices may stand for a tensor.
     """
-    declared = {p.name: p for p in attention.parameters}
-    problems: list[str] = []
-    for name, value in options.items():
-        operand = declared.get(name)
-        if operand is None:
-            problems.append(_unknown(name, sorted(declared)))
-        elif isinstance(operand, Scalar):
-            problems += _scalar_problems(operand, value, dtype)
-        elif isinstance(value, Tensor):
-            problems += tensor_problems(operand, value, value.device)
-        elif not callable(value):
-            problems.append(f"{name}: expected a tensor of {operand.dtype}, got {type(value).__name__}")
-    if problems:
+    if problems := operand_problems(attention, options, None, all_of=(), dtype=dtype, drawn=True):
         raise collected(title, problems)
-
-
-def _unknown(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    meant = f"; did you mean {near[0]}?" if near else ""
-    return f"{name}: unknown operand or option; this variant's operands are: {', '.join(known) or 'none'}{meant}"
-
-
-def _scalar_problems(operand: Scalar, value: object, dtype: torch.dtype) -> Iterator[str]:
-    """What a call says of the value of a scalar."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if operand.dtype == "int" and whole:
-        yield from range_problems(operand, value)  # type: ignore[arg-type]
-    elif not whole and (operand.dtype == "int" or not isinstance(value, float)):
-        yield f"{operand.name}: expected {'an int' if operand.dtype == 'int' else 'a number'}, got {value!r}"
-    elif operand.dtype == "float":
-        yield from float_problems(operand, value, dtype)  # type: ignore[arg-type]
 
 
 def mask_operands(attention: Attention) -> list[Scalar | TensorOperand]:

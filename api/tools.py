@@ -12,7 +12,7 @@ from .compiler.planning.signature import Direction
 from .compiler.planning.tuner import Tuned
 from .ir.errors import WeftError
 from .runtime import build as ahead
-from .runtime import calibrated
+from .runtime.store import calibrated
 
 if TYPE_CHECKING:
     from .attention import Attention

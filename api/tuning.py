@@ -25,10 +25,11 @@ from .compiler.planning.signature import Direction, class_of
 from .compiler.planning.tuner import Clock, Tuned, search
 from .drawn import drawn_operands
 from .ir.attention import SEED
-from .ir.errors import WeftError
+from .ir.errors import Problem, WeftError, collected
 from .request import Request, ranges_of, request_of
-from .runtime import driver, tuned
-from .runtime.variant import forget
+from .runtime import driver
+from .runtime.run.variant import forget
+from .runtime.store import tuned
 
 _LEAST_SECONDS = 2e-3  # of one run on the clock: shorter calls are repeated, so that the clock's own noise is small
 
@@ -54,7 +55,8 @@ def tune(
     values = with_drawn(attention, shape, values)
     missing = sorted({s.name for s in attention.scalars} - {*values, SEED.name})
     if missing:
-        raise WeftError(f"{name}: tune: missing values of {', '.join(missing)}")
+        problems = [Problem(operand=n, what="missing", next_step=f"pass {n}=...") for n in missing]
+        raise collected(f"{name}: tune", problems)
     found = [_direction(attention, shape, values, d, target, algorithm, progress) for d in ("forward", "backward")]
     forget()
     forward, backward = found

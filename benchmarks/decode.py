@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import weft
 from weft.codegen.launch import division
 from weft.compiler.planning.splits import Parts
-from weft.runtime.variant import forget
+from weft.runtime.run.variant import forget
 
 Tensor = torch.Tensor
 CAUSAL = weft.Attention(mask=weft.masks.causal, name="decode")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from . import foreign
 from .caller import outside_of_graphs, source_line
 from .canonical import canonical
-from .errors import WeftError, collected
+from .errors import Problem, WeftError, collected, shown
 from .expr import (
     SYMBOLS,
     Const,
@@ -27,10 +27,10 @@ from .expr import (
     TensorOperand,
     call,
     expression,
-    fail,
     symbol,
 )
 from .normalizer import SOFTMAX, Normalizer, normalizer_named
+from .numbers import is_int
 from .page import code_html, lines_html, table_html
 from .verify import verify
 from .walk import loads, scalars, substitute, tensors
@@ -49,8 +49,9 @@ class Latent:
 
     def __post_init__(self) -> None:
         for name, value, least in (("rank", self.rank, 1), ("rope", self.rope, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise WeftError(f"Latent: expected {name} to be an int of at least {least}, got {value!r}")
+            if not is_int(value, least):
+                expected = f"{name} to be an int of at least {least}"
+                raise WeftError.of("Latent", Problem(option=name, expected=expected, got=shown(value), named=True))
 
 
 @outside_of_graphs
@@ -73,11 +74,13 @@ def _check_fields(given: Mapping[str, object]) -> None:
             meant = {"score_mod": "score", "mask_mod": "mask", "attn_mask": "mask"}.get(name, "")
             hint = foreign.field_hint(meant, value, _symbols()) if meant else None
             hint = hint or foreign.option_hint(name)
-            problems.append(f"{name}: unknown field, expected some of {', '.join(known)}{'; ' + hint if hint else ''}")
+            what = f"unknown field, expected some of {', '.join(known)}"
+            problems.append(Problem(option=name, what=what, next_step=hint or ""))
         elif name == "latent" and not isinstance(value, (Latent, NoneType)):
-            problems.append(f"latent: expected weft.Latent(rank=..., rope=...) or None, got {value!r}")
+            expected = "weft.Latent(rank=..., rope=...) or None"
+            problems.append(Problem(option=name, expected=expected, got=shown(value)))
     if problems:
-        raise collected(f"weft.Attention (declared at {source_line()})", problems)
+        raise collected("weft.Attention", problems, source_line())
 
 
 def _symbols() -> dict[str, Expr]:
@@ -89,7 +92,7 @@ def _field(item: str, value: Operand) -> Expr:
     if not isinstance(value, (Node, TensorOperand)) and foreign.number_in(value) is None:
         hint = foreign.field_hint(item, value, _symbols()) or foreign.nothing_hint(value)
         if hint is not None:
-            fail(f"{item}: {hint}")
+            raise WeftError.of("", Problem(option=item, what=hint, where=source_line()))
     return expression(value)
 
 

@@ -1,8 +1,81 @@
-"""The two families of errors: the user's mistakes and ours."""
+"""The two families of errors: the user's mistakes and ours. A mistake is told in fields, and written at the edge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong. `str` writes it for Python; the shell writes it in its own words (api/cli_options.py).
+
+    >>> print(Problem(option="kv_lens", place=(2,), expected="a length from 0 to 8", got="9"))
+    kv_lens[2]: expected a length from 0 to 8, got 9
+    >>> print(Problem(operand="n", what="missing", expected="an int", next_step="pass n=...", where="model.py:7"))
+    n: missing; pass n=... (an int, declared at model.py:7)
+    """
+
+    operand: str = ""  # what it is about: query, key, value, cache, or an operand of the variant;
+    option: str = ""  # or else an option of a call, a field of a declaration, an argument of a function
+    place: tuple[int, ...] = ()  # the entry of it, where it is about one
+    what: str = ""  # the kind of mistake, such as "missing"; all of it where nothing else can be said to be expected
+    expected: str = ""
+    got: str = ""
+    next_step: str = ""
+    where: str = ""  # file:line that declared the operand, or wrote the expression
+    named: bool = False  # the text names it in its own way
+    of: str = ""  # the function that has the option, where that is not the call: "shape"
+
+    def __str__(self) -> str:
+        label = f"{self.of}: {self.option}" if self.of else self.operand or self.option
+        return self.text("" if self.named else label, self.where)
+
+    def text(self, label: str, where: str = "") -> str:
+        """In one line, with these words for what it is about; where an expression was written stands below."""
+        expected, note = self.expected, f"declared at {where}" if where and self.operand else ""
+        if self.what == "missing":
+            expected, note = "", ", ".join(filter(None, (expected, note)))
+        elif note and expected:
+            expected, note = f"{expected}, as {note}", ""
+        place = f"[{', '.join(map(str, self.place))}]" if self.place else ""
+        wanted = [f"{verb} {text}" for verb, text in (("expected", expected), ("got", self.got)) if text]
+        said = ": ".join(filter(None, (label and label + place, self.what, ", ".join(wanted))))
+        said += f"; {self.next_step}" * bool(self.next_step) + f" ({note})" * bool(note)
+        return said if self.operand or not where else f"{said}\n  at {where}"
+
+
+FIELDS = tuple(field.name for field in fields(Problem) if field.name not in ("named", "of"))
 
 
 class WeftError(ValueError):
-    """A mistake in a declaration or a call: what was expected, what was got, where, and what to do."""
+    """A mistake in a declaration or a call: what was expected, what was got, where, and what to do.
+
+    problems: all of them in fields. The error has the fields of the first one, too; empty where a message has none.
+    """
+
+    title: str = ""  # the variant, or the function
+    declared: str = ""  # file:line of what the title names
+    problems: tuple[Problem, ...] = ()
+    operand: str = ""
+    option: str = ""
+    place: tuple[int, ...] = ()
+    what: str = ""
+    expected: str = ""
+    got: str = ""
+    next_step: str = ""
+    where: str = ""
+
+    @classmethod
+    def of(cls, title: str, *problems: Problem, where: str = "") -> Self:
+        """where: the line that declared what the title names."""
+        error = cls(listed(f"{title} (declared at {where})" if where else title, [str(p) for p in problems]))
+        error.title, error.problems, error.declared = title, problems, where
+        for name in FIELDS:
+            setattr(error, name, getattr(problems[0], name))
+        error.where = error.where or where
+        return error
 
 
 class InternalError(Exception):
@@ -39,14 +112,20 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}s"
 
 
-def collected(title: str, problems: list[str]) -> WeftError:
-    """One error that lists several independent problems, so that a user fixes them in one round.
+def listed(title: str, texts: Sequence[str]) -> str:
+    """Several independent problems in one message, so that a user mends them in one round.
 
-    >>> print(collected("alibi", ["mask: expected bool", "scale: expected a number"]))
+    >>> print(listed("alibi", ["mask: expected bool", "scale: expected a number"]))
     alibi:
       - mask: expected bool
       - scale: expected a number
     """
-    if len(problems) == 1:
-        return WeftError(f"{title}: {problems[0]}")
-    return WeftError(f"{title}:\n" + "\n".join(f"  - {p}" for p in problems))
+    if len(texts) == 1:
+        return f"{title}: {texts[0]}" if title else texts[0]
+    lines = [f"  - {text}".replace("\n", "\n    ") for text in texts]
+    return "\n".join([f"{title}:", *lines] if title else lines)
+
+
+def collected(title: str, problems: Sequence[Problem | str], where: str = "") -> WeftError:
+    """One error of several independent problems; of a text alone, no field is known."""
+    return WeftError.of(title, *[p if isinstance(p, Problem) else Problem(what=p) for p in problems], where=where)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union
 
 from . import foreign
 from .caller import outside_of_graphs, source_line
-from .errors import InternalError, WeftError, counted, shown
+from .errors import InternalError, Problem, WeftError, counted, shown
+from .numbers import is_int
 from .operators import OPERATORS, Operator
 from .operators import Number as Number
 from .page import code_html
@@ -68,7 +69,7 @@ _NO_NUMBER = (
 
 
 def fail(message: str, where: str | None = None) -> NoReturn:
-    raise WeftError(f"{message}\n  at {where or source_line()}")
+    raise WeftError.of("", Problem(what=message, where=where or source_line()))
 
 
 class NoAttributeError(WeftError, AttributeError):
@@ -93,7 +94,8 @@ class Foreign:
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("_"):
                 raise AttributeError(name)
-            raise NoAttributeError(f"an expression has no .{name}; {foreign.instead_of(name)}\n  at {source_line()}")
+            what = f"an expression has no .{name}; {foreign.instead_of(name)}"
+            raise NoAttributeError.of("", Problem(what=what, where=source_line()))
 
 
 def _foreign_call(package: str, name: str, args: Any, special: bool) -> Expr:
@@ -526,7 +528,7 @@ def tensor(name: str, rank: int, dtype: type = float) -> TensorOperand:
     _check_name(name)
     if not isinstance(dtype, type) or dtype not in (int, float, bool):
         fail(f"tensor {name!r}: expected dtype float, int or bool, got {dtype!r}")
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank <= 4:
+    if not is_int(rank, 0, 4):
         hint = "; the rank is the number of dimensions" if isinstance(rank, (tuple, list)) else ""
         fail(f"tensor {name!r}: expected a rank from 0 to 4, got {rank!r}{hint}")
     kind: DType = "bool" if dtype is bool else "int" if dtype is int else "float"

@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass
 from typing import Literal
 
-from .errors import WeftError
+from .errors import Problem, WeftError, shown
 
 
 @dataclass(frozen=True)
@@ -84,5 +84,6 @@ def normalizers() -> tuple[str, ...]:
 def normalizer_named(name: str) -> Normalizer:
     """The normalizer of that name. Raises WeftError that lists the known ones where there is none."""
     if not isinstance(name, str) or name not in _registered:
-        raise WeftError(f"normalizer: expected one of {', '.join(_registered)}, got {name!r}")
+        problem = Problem(option="normalizer", expected=f"one of {', '.join(_registered)}", got=shown(name))
+        raise WeftError.of("", problem)
     return _registered[name]

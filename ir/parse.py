@@ -10,7 +10,7 @@ from typing import Union
 
 from .attention import Attention, Latent
 from .caller import outside_of_graphs
-from .errors import InternalError, WeftError
+from .errors import InternalError, Problem, WeftError
 from .expr import (
     NO_TRUTH,
     PARENTHESES,
@@ -199,9 +199,8 @@ def _node(tree: ast.expr, operands: Mapping[str, Declared]) -> Operand:
         case ast.Name(id=name) | ast.Subscript(ast.Name(id=name)) if name not in operands and name not in SYMBOLS:
             near = get_close_matches(SYMBOL_NAMES.get(name, name), [*operands, *SYMBOLS], 1)
             meant = f"did you mean {near[0]}? " if near else ""
-            raise WeftError(
-                f"unknown name {name!r}: {meant}expected a symbol ({', '.join(SYMBOLS)}) or a declared operand"
-            )
+            what = f"unknown name {name!r}: {meant}expected a symbol ({', '.join(SYMBOLS)}) or a declared operand"
+            raise WeftError.of("", Problem(operand=name, what=what, named=True))
         case _:
             raise WeftError(f"not part of the language: {ast.unparse(tree)}")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .errors import WeftError, collected
+from .errors import Problem, WeftError, collected
 from .expr import SMALLER, Const, Expr, Load, Scalar, check_identifier, expression
 from .normalizer import normalizer_named, normalizers
 from .walk import extent, nodes, symbols
@@ -24,37 +25,36 @@ def verify(attention: Attention, where: str) -> None:
     """Raise WeftError listing every problem of the declaration, each with the line that wrote it."""
     problems = list(_size_problems(attention)) or list(dict.fromkeys(_problems(attention)))
     if problems:
-        raise collected(f"{attention.name or 'attention'} (declared at {where})", problems)
+        raise collected(str(attention.name or "attention"), problems, where)
 
 
-def _size_problems(attention: Attention) -> Iterator[str]:
+def _size_problems(attention: Attention) -> Iterator[Problem]:
     for label in ("score", "mask", "scale", "sink"):
         value = getattr(attention, label)
         if value is None:
             continue
         deep, operators = extent(expression(value))
         if deep > MOST_DEEP:
-            yield f"{label}: expected at most {MOST_DEEP} operators inside one another, got {deep}; {SMALLER}"
+            expected = f"at most {MOST_DEEP} operators inside one another"
+            yield Problem(option=label, expected=expected, got=str(deep), next_step=SMALLER)
         elif operators > MOST_OPERATORS:
-            yield f"{label}: expected at most {MOST_OPERATORS} operators when written out; {SMALLER}"
+            expected = f"at most {MOST_OPERATORS} operators when written out"
+            yield Problem(option=label, expected=expected, next_step=SMALLER)
 
 
-def _problems(attention: Attention) -> Iterator[str]:
-    try:
-        check_identifier(attention.name)  # type: ignore[arg-type]
-    except WeftError as error:
-        yield f"name: {str(error).splitlines()[0]}"
-    try:
-        normalizer_named(attention.normalizer)
-    except WeftError as error:
-        yield str(error)
+def _problems(attention: Attention) -> Iterator[Problem]:
+    for label, check in (("name", check_identifier), ("normalizer", normalizer_named)):
+        try:
+            check(getattr(attention, label))
+        except WeftError as error:
+            yield replace(error.problems[0], option=label, where="")
     score, mask = expression(attention.score), expression(attention.mask)
     if score.dtype == "bool":
-        yield _at("score: expected a number, got a bool; a mask goes into mask=", score)
+        yield _wrong("score", "a number", "a bool", score, "a mask goes into mask=")
     if mask.dtype != "bool":
-        yield _at(f"mask: expected a bool expression (a comparison), got {mask.dtype} `{mask}`", mask)
+        yield _wrong("mask", "a bool expression (a comparison)", f"{mask.dtype} `{mask}`", mask)
     if "score" in symbols(mask):
-        yield _at("mask: `score` cannot be used inside a mask; use where(...) in score=", mask)
+        yield _said("mask", "`score` cannot be used inside a mask", mask, "use where(...) in score=")
     expressions = [("score", score), ("mask", mask)]
     if attention.scale is not None:
         scale = expression(attention.scale)
@@ -72,42 +72,44 @@ def _problems(attention: Attention) -> Iterator[str]:
     yield from _conflicts([root for _, root in expressions])
 
 
-def _at(message: str, node: Expr) -> str:
-    return f"{message}\n      at {node.where}" if node.where else message
+def _wrong(label: str, expected: str, got: str, node: Expr, next_step: str = "") -> Problem:
+    return Problem(option=label, expected=expected, got=got, next_step=next_step, where=node.where or "")
 
 
-def _scale_problems(scale: Expr) -> Iterator[str]:
+def _said(label: str, what: str, node: Expr, next_step: str) -> Problem:
+    return Problem(option=label, what=what, next_step=next_step, where=node.where or "")
+
+
+def _scale_problems(scale: Expr) -> Iterator[Problem]:
     if scale.dtype == "bool":
-        yield _at("scale: expected a number, got a bool", scale)
+        yield _wrong("scale", "a number", "a bool", scale)
     if isinstance(scale, Const) and math.isinf(scale.value):
-        yield _at(f"scale: expected a finite number, got {scale}", scale)
+        yield _wrong("scale", "a finite number", str(scale), scale)
     for name in sorted(symbols(scale) & (_POSITIONS | {"score"})):
-        yield _at(f"scale: expected lengths, heads and operands, got `{name}`; write it into score=", scale)
+        yield _wrong("scale", "lengths, heads and operands", f"`{name}`", scale, "write it into score=")
 
 
-def _sink_problems(attention: Attention, sink: Expr) -> Iterator[str]:
+def _sink_problems(attention: Attention, sink: Expr) -> Iterator[Problem]:
     if sink.dtype == "bool":
-        yield _at(
-            "sink: expected a number, got a bool; write weft.where(c, 0.0, -math.inf), where -inf is no sink", sink
-        )
+        how = "write weft.where(c, 0.0, -math.inf), where -inf is no sink"
+        yield _wrong("sink", "a number", "a bool", sink, how)
     if isinstance(sink, Const) and sink.value == math.inf:
-        yield _at("sink: expected a finite number, or -inf for none, got inf", sink)
+        yield _wrong("sink", "a finite number, or -inf for none", "inf", sink)
     for name in sorted(symbols(sink) & (_POSITIONS | {"score"})):
-        yield _at(f"sink: expected lengths, heads, batch and operands, got `{name}`; a row has one sink, whatever it "
-                  "sees: index its operand by heads and batch", sink)  # fmt: skip
+        how = "a row has one sink, whatever it sees: index its operand by heads and batch"
+        yield _wrong("sink", "lengths, heads, batch and operands", f"`{name}`", sink, how)
     if attention.normalizer in normalizers() and not normalizer_named(attention.normalizer).saves_lse:
-        yield _at(
-            f"sink: the normalizer {attention.normalizer} has no denominator that it could join; leave sink=None", sink
-        )
+        what = f"the normalizer {attention.normalizer} has no denominator that it could join"
+        yield _said("sink", what, sink, "leave sink=None")
 
 
-def _index_problems(label: str, root: Expr) -> Iterator[str]:
+def _index_problems(label: str, root: Expr) -> Iterator[Problem]:
     for node in nodes(root):
         if isinstance(node, Load) and any("score" in symbols(i) for i in node.index):
-            yield _at(f"{label}: `{node}` is indexed by the score; an index may use positions and heads only", node)
+            yield _said(label, f"`{node}` is indexed by the score", node, "an index may use positions and heads only")
 
 
-def _conflicts(roots: list[Expr]) -> Iterator[str]:
+def _conflicts(roots: list[Expr]) -> Iterator[Problem]:
     """Two operands of one name must be the same operand."""
     seen: dict[str, str] = {}
     for root in roots:
@@ -119,12 +121,14 @@ def _conflicts(roots: list[Expr]) -> Iterator[str]:
             else:
                 continue
             if seen.setdefault(name, kind) != kind:
-                yield _at(f"operand {name!r} is declared twice: as {seen[name]} and as {kind}", node)
+                what = f"operand {name!r} is declared twice: as {seen[name]} and as {kind}"
+                yield Problem(operand=name, what=what, where=node.where or "", named=True)
 
 
-def _dropout_problems(dropout: object) -> Iterator[str]:
+def _dropout_problems(dropout: object) -> Iterator[Problem]:
     if isinstance(dropout, Scalar):
         if dropout.dtype != "float":
-            yield _at(f"dropout: expected a float scalar, got {dropout.name}, an {dropout.dtype}", dropout)
-    elif isinstance(dropout, bool) or not isinstance(dropout, float) or not 0.0 <= dropout < 1.0:
-        yield f"dropout: expected a number from 0 on and below 1, or weft.scalar(name, float), got {dropout}"
+            yield _wrong("dropout", "a float scalar", f"{dropout.name}, an {dropout.dtype}", dropout)
+    elif not isinstance(dropout, float) or not 0.0 <= dropout < 1.0:
+        expected = "a number from 0 on and below 1, or weft.scalar(name, float)"
+        yield Problem(option="dropout", expected=expected, got=str(dropout))

@@ -31,7 +31,8 @@ from ..ir.expr import TensorOperand
 from ..ir.parse import parse_attention
 from . import driver
 from .call import LARGEST_PAGE, Call, Choices, Dense, Lengths, Operand, Packed, PackedPaged, Paged, Sequences
-from .variant import Variant, boxed_of, offset_kind, variant_of
+from .run.key import boxed_of, offset_kind
+from .run.variant import Variant, variant_of
 
 if TYPE_CHECKING:
     from ..codegen.ahead import Compilation

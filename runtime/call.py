@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..compiler.planning import sources
 from ..compiler.planning.sources import SequenceKind
-from ..ir.errors import InternalError, WeftError
+from ..ir.errors import InternalError, Problem, WeftError
 from ..ir.sequences import Rows, packed_before_padded_rows, packed_rows, padded_rows
 from .options import IN_SCHEMA, LENGTHS, PLAIN, READ_BY_KERNELS, CallOptions
 
@@ -108,6 +108,11 @@ class Packed:
 
 
 LARGEST_PAGE = 256  # rows of a block
+
+
+def is_page(rows: int) -> bool:
+    """Whether blocks may have so many rows: a power of two."""
+    return 0 < rows <= LARGEST_PAGE and rows & (rows - 1) == 0
 
 
 @dataclass(slots=True)  # not frozen, as Call is not
@@ -324,9 +329,7 @@ def sequences_of(options: CallOptions, page: int = 0) -> Sequences:
         assert q_offset is not None
         return dense_offset(q_offset)
     q_offset = q_offset.contiguous() if isinstance(q_offset, Tensor) else q_offset
-    if table is not None:
-        if kv_lens is None or cu_kv is not None or not (q_lens is None or cu_q is None):
-            raise WeftError("block_table: expected kv_lens with it, and q_lens or cu_seqlens_q at most")
+    if table is not None and kv_lens is not None and cu_kv is None and (q_lens is None or cu_q is None):
         if not kv_lens.is_contiguous():
             kv_lens = kv_lens.contiguous()
         if table.stride(1) != 1 and table.shape[1] > 1:  # rows may have gaps, as of the first columns of a larger one
@@ -335,15 +338,40 @@ def sequences_of(options: CallOptions, page: int = 0) -> Sequences:
             return PackedPaged(cu_q.contiguous(), kv_lens, table, page, q_offset)
         q_lens = None if q_lens is None else q_lens.contiguous()
         return Paged(q_lens, kv_lens, table, page, q_offset)
-    if cu_q is None and cu_kv is None:
+    if table is cu_q is cu_kv is None:
         if q_lens is not None and not q_lens.is_contiguous():
             q_lens = q_lens.contiguous()
         if kv_lens is not None and not kv_lens.is_contiguous():
             kv_lens = kv_lens.contiguous()
         return Lengths(q_lens, kv_lens, q_offset)
-    if cu_q is None or cu_kv is None or not q_lens is kv_lens is None:
-        raise WeftError("expected cu_seqlens_q and cu_seqlens_kv, or q_lens and kv_lens, got some of both")
-    return Packed(cu_q.contiguous(), cu_kv.contiguous(), q_offset)
+    if table is None and q_lens is kv_lens is None and cu_q is not None and cu_kv is not None:
+        return Packed(cu_q.contiguous(), cu_kv.contiguous(), q_offset)
+    lacking = Problem(option="cu_seqlens_q" if cu_q is None else "cu_seqlens_kv", what="missing", next_step="pass both")
+    raise WeftError.of("", mixed_problem(options) or lacking)
+
+
+def mixed_problem(options: CallOptions) -> Problem | None:
+    """What keeps options from saying where sequences lie: those of two kinds, and a table without lengths."""
+    q_lens, kv_lens, cu_q, cu_kv = options.q_lens, options.kv_lens, options.cu_seqlens_q, options.cu_seqlens_kv
+    if options.block_table is not None:
+        if cu_kv is not None:
+            how = "pass kv_lens=, and cu_seqlens_q= where queries are packed"
+            return Problem(
+                option="cu_seqlens_kv", expected="none with block_table, whose keys are not packed", next_step=how
+            )
+        if q_lens is not None and cu_q is not None:
+            got = "both: q_lens is for padded queries [B, Hq, L, D], cu_seqlens_q for packed ones [1, Hq, total, D]"
+            return Problem(option="q_lens", expected="q_lens or cu_seqlens_q", got=got, named=True)
+        if kv_lens is None:
+            how = "with block_table pass the length of each sequence, int32 [B]"
+            return Problem(option="kv_lens", what="missing", next_step=how)
+    elif not (q_lens is kv_lens is None or cu_q is cu_kv is None):
+        got = (
+            f"{', '.join(options.lengths)}: q_lens and kv_lens are for padded operands [B, heads, length, dim], "
+            "cu_seqlens_q and cu_seqlens_kv for packed ones [1, heads, total, dim]"
+        )
+        return Problem(option=next(iter(options.lengths)), expected="lengths of one kind", got=got, named=True)
+    return None
 
 
 def dense_offset(q_offset: int | Tensor) -> Dense:

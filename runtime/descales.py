@@ -19,7 +19,7 @@ from torch import Tensor
 from ..codegen.launch.scaled import BLOCKS, Scaled, by_rows
 from ..compiler.planning.dtypes import EIGHTHS, dtype_named, named_by_torch
 from ..compiler.planning.signature import usual_out
-from ..ir.errors import WeftError, collected
+from ..ir.errors import collected
 from .options import CallOptions
 from .settings import checks_values
 
@@ -172,11 +172,13 @@ def are_quantized(tensors: Sequence[Tensor | None]) -> bool:
     return not FP8.isdisjoint([t.dtype for t in tensors if t is not None])
 
 
+NO_BACKWARD = (
+    "a call with FP8 operands has no backward: call under torch.no_grad(), or train with bf16 operands; "
+    "x + (weft.fp8.dequantize(weft.fp8.quantize(x)) - x).detach() has the numbers of FP8, and gradients"
+)
+
+
 def refuse_gradients(name: str, wanted: bool) -> None:
     """Raise where a gradient of a call with FP8 operands is wanted."""
     if wanted:
-        raise WeftError(
-            f"{name}: a call with FP8 operands has no backward: call under torch.no_grad(), or train with bf16 "
-            "operands; x + (weft.fp8.dequantize(weft.fp8.quantize(x)) - x).detach() has the numbers of FP8, and "
-            "gradients"
-        )
+        raise collected(name, [NO_BACKWARD])

@@ -37,7 +37,9 @@ from ..compiler.planning.signature import (
 from ..compiler.planning.target import Target
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
-from . import cache, calibrated, settings, shelf, tuned  # noqa: F401  says what was measured here, and where templates lie
+from . import settings
+from .store import calibrated, prune, shelf, tuned  # noqa: F401  say what was measured here, where templates lie
+from .store import modules as cache
 
 _built = 0
 
@@ -242,9 +244,10 @@ def _has(name: str, given: Schedule, facts: Facts, signature: Signature) -> bool
 
 
 def _most_telling(given: Schedule, facts: Facts, signature: Signature) -> str:
-    """Of why no target can: what the target for this kind of device says."""
-    target = target_named("cpu" if signature.arch == "cpu" else "triton")
-    return why_not(target, given.algorithm, signature, facts) or "no target is left"
+    """Of why no target can: what the target says that serves this kind of machine."""
+    kind = "cpu" if signature.arch == "cpu" else "cuda"
+    reasons = (why_not(t, given.algorithm, signature, facts) for t in targets() if t.serves == kind)
+    return next((reason for reason in reasons if reason is not None), "no target is left")
 
 
 def _kernels(target: Target, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
@@ -471,7 +474,8 @@ def _load(target: Target, entry: cache.Entry) -> ModuleType:
 def cache_key(attention: Attention, code: CodePlan) -> cache.Key:
     """Everything that the generated text depends on."""
     own = normalizers.digest(attention.normalizer) + sources.digest(code.signature.sequences)
-    own += digest_of_templates(f.part for k in code.own for f in k.kernel.features)
+    kind, features = code.signature.sequences, [f.part for k in code.own for f in k.kernel.features]
+    own += digest_of_templates([*features, kind.rows.template, kind.keys.template])
     return cache.Key(
         name=str(attention.name),
         kernel=f"{code.schedule.algorithm}_{code.signature.direction}",

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..codegen.torch_private import are_plain
 from ..compiler.analysis.tiles.measured import Table
 from ..compiler.analysis.tiles.pairs import visible_pairs
 from ..compiler.analysis.tiles.results import TileProgram
 from ..ir.sequences import padded_rows
 from ..ir.walk import symbols, tensors
 from .call import MAIN, Arguments, Call, Dense, call_of, numbers_of
-from .torch_private import are_plain
-from .variant import Variant, variant_of_text
+from .run.variant import Variant, variant_of_text
 
 COUNTER = "torch.utils.flop_counter"
 

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ..codegen.targets import targets
 from ..compiler.planning.schedule import Schedule
-from ..ir.errors import WeftError
+from ..ir.errors import Problem, collected, shown
 
 Form = Literal["expanded", "absorbed"]
-Rule = Callable[[object], str | None]  # of a value: what is expected of it and what it is, where it is not that
+Rule = Callable[[object], str | None]  # of a value: what is expected in place of it, where it is not sound
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Option:
 
 
 def _flag(value: object) -> str | None:
-    return None if isinstance(value, bool) else f"expected True or False, got {value!r}"
+    return None if isinstance(value, bool) else "True or False"
 
 
 def _flag_or_none(value: object) -> str | None:
@@ -51,20 +51,32 @@ def _target(value: object) -> str | None:
     """A name; whether there is such a target is seen where one is chosen."""
     if value is None or isinstance(value, str):
         return None
-    return f"expected {', '.join(t.name for t in targets())} or None, got {value!r}"
+    return f"{', '.join(t.name for t in targets())} or None"
 
 
 def _out_dtype(value: object) -> str | None:
     if value is None or value in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         return None
-    return f"expected torch.bfloat16, torch.float16, torch.float32 or None, got {value!r}"
+    return "torch.bfloat16, torch.float16, torch.float32 or None"
 
 
 def _schedule(value: object) -> str | None:
     """What the text says is read where a schedule is chosen."""
     if value is None or isinstance(value, (str, Schedule)):
         return None
-    return f"expected a name such as 'flash', a weft.Schedule or its text, got {value!r}"
+    return "a name such as 'flash', a weft.Schedule or its text"
+
+
+def _form(value: object) -> str | None:
+    return None if value in (None, "expanded", "absorbed") else "'expanded' or 'absorbed'"
+
+
+def _problem(option: str, value: object) -> Problem | None:
+    """What is wrong with the value of an option by itself."""
+    rule = _RULES[option]
+    if rule is None or (expected := rule(value)) is None:
+        return None
+    return Problem(option=option, expected=expected, got=shown(value))
 
 
 # fmt: off
@@ -103,7 +115,7 @@ class CallOptions:
         "`[H, rank, Dv]`, likewise",
     )] = None
     form: Annotated[Form | None, Option(
-        '`"expanded"` or `"absorbed"`, likewise; by cost where not given', defined=False, described=False,
+        '`"expanded"` or `"absorbed"`, likewise; by cost where not given', defined=False, described=False, rule=_form,
     )] = None
     kv_lens: Annotated[Tensor | None, Option(
         "keys of each sequence in padded operands or pages, int32 or int64 `[B]` on the device ([below](#sequences-"
@@ -157,6 +169,10 @@ class CallOptions:
         """Those that say where sequences lie and are given, by name."""
         return {n: value for n in LENGTHS if (value := getattr(self, n)) is not None}
 
+    def at(self, q_offset: Any) -> CallOptions:
+        """The same with this q_offset."""
+        return self if q_offset is self.q_offset else self.having(q_offset=q_offset)
+
     def having(self, **given: Any) -> CallOptions:
         """The same but for these."""
         found = CallOptions()
@@ -184,9 +200,8 @@ _RULES = {name: option.rule for name, option in OPTIONS.items()}
 def check_values(name: str, given: Mapping[str, Any]) -> None:
     """Raise WeftError for an option whose value is none by itself. name: of the variant; given: options by name."""
     for option, value in given.items():
-        rule = _RULES[option]
-        if rule is not None and (problem := rule(value)) is not None:
-            raise WeftError(f"{name}: {option}: {problem}")
+        if (problem := _problem(option, value)) is not None:
+            raise collected(name, [problem])
 
 
 def read(name: str, given: Mapping[str, Any]) -> tuple[CallOptions, dict[str, Any]]:
@@ -199,9 +214,8 @@ def read(name: str, given: Mapping[str, Any]) -> tuple[CallOptions, dict[str, An
         if n not in _RULES:
             own[n] = value
             continue
-        rule = _RULES[n]
-        if rule is not None and (problem := rule(value)) is not None:
-            raise WeftError(f"{name}: {n}: {problem}")
+        if _RULES[n] is not None and (problem := _problem(n, value)) is not None:
+            raise collected(name, [problem])
         setattr(options, n, value)
         if n in LENGTHS and value is not None:
             options.are_ragged = True
@@ -215,9 +229,11 @@ def read(name: str, given: Mapping[str, Any]) -> tuple[CallOptions, dict[str, An
 def joined(name: str, own: dict[str, Any], more: object) -> dict[str, Any]:
     """Operands given by keyword and those in a dictionary. Raises WeftError where one is in both."""
     if not isinstance(more, Mapping) or not all(isinstance(n, str) for n in more):
-        raise WeftError(f"{name}: operands: expected a dictionary of operands by name, got {type(more).__name__}")
+        expected, got = "a dictionary of operands by name", type(more).__name__
+        raise collected(name, [Problem(option="operands", expected=expected, got=got)])
     if twice := sorted(own.keys() & more.keys()):
-        raise WeftError(f"{name}: {', '.join(twice)}: given by keyword and in operands; leave one out")
+        what, how = "given by keyword and in operands", "leave one out"
+        raise collected(name, [Problem(operand=n, what=what, next_step=how) for n in twice])
     return own | dict(more)
 
 

@@ -29,8 +29,8 @@ from types import NoneType
 from typing import Any, Never
 
 from ..codegen.targets import targets
+from ..codegen.torch_private import constant_while_tracing
 from ..ir.errors import WeftError
-from .torch_private import constant_while_tracing
 
 PLAN, CACHE, IR, SOURCE = 1, 2, 3, 4
 DEFAULT_CACHE_SIZE = 256 * 10**6

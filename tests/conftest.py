@@ -92,7 +92,7 @@ def tiles_compute_short_calls_too() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_watches_after_a_test() -> Iterator[None]:
-    from weft.runtime.torch_private import unwatched
+    from weft.codegen.torch_private import unwatched
 
     yield
     assert unwatched(), "the test left a mode, transform, tracer or profiler of torch on"

@@ -199,6 +199,6 @@ def long_from(monkeypatch: pytest.MonkeyPatch, positions: int, stretch: int = ST
 
 def through_python(monkeypatch: Any) -> None:
     """Calls on a CPU whose gradients torch would record itself go through Weft's own function of autograd."""
-    from weft.codegen.targets.cpu import own
+    from weft.codegen.launch.fast import own
 
     monkeypatch.setattr(own.OwnKernel, "of", lambda *call: own.Own(None, None))

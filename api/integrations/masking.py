@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..codegen.torch_private import constant_while_tracing
 from ..ir.caller import warn
 from ..ir.errors import UnavailableError
-from ..runtime.torch_private import constant_while_tracing
 
 NAME = "weft"
 UNKNOWN = -2  # in place of a count of writes, which it never equals

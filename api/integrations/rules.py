@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..attention import Attention
+from ..codegen.torch_private import constant_while_tracing
 from ..compiler.analysis.values.ranges import check_integers
 from ..ir.caller import warn
 from ..ir.errors import WeftError
 from ..ir.expr import Scalar, TensorOperand, scalar, tensor
 from ..ir.parse import parse
-from ..runtime.torch_private import constant_while_tracing
 from .masking import NAME, Mask, Rule, handed
 from .traced import Index, MaskFunction, at_positions, kind_of, traced
 

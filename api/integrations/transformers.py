@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention
+from ..codegen.torch_private import constant_while_tracing
 from ..ir import functions
 from ..ir.errors import UnavailableError, WeftError
 from ..ir.expr import Expr, TensorOperand, symbol
 from ..ir.parse import parse
 from ..ir.versions import missing, refuse, warn_where_untested
-from ..runtime.torch_private import constant_while_tracing
 from . import rules
 from .masking import NAME, Mask, Rule, tensor_of, written
 from .rules import knows_floats_alone, operand_of, placed

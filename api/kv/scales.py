@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..ir.errors import WeftError
-from ..runtime.append import append_quantized
 from ..runtime.descales import FP8
-from ..runtime.quantize import descale_of, largest
+from ..runtime.ops.append import append_quantized
+from ..runtime.ops.quantize import descale_of, largest
 
 if TYPE_CHECKING:
     from .cache import Cache

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ir.errors import WeftError, counted
-from ..runtime.append import append_rows
+from ..runtime.ops.append import append_rows
 
 if TYPE_CHECKING:
     from .cache import Cache

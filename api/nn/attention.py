@@ -14,7 +14,7 @@ from ..ir.errors import WeftError, collected, counted
 from ..ir.expr import Load, Symbol, symbol
 from ..ir.walk import children, symbols
 from ..kv import Step
-from ..runtime.checks import MAX_HEAD_DIM
+from ..runtime.check.tensors import MAX_HEAD_DIM
 from .rotary import Rotary, Rotation
 
 CAUSAL = Variant(mask=symbol("kv_pos") <= symbol("q_pos"), name="causal")

@@ -10,8 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..codegen.torch_private import unwatched
 from ..ir.errors import WeftError, collected
-from ..runtime.torch_private import unwatched
 
 Rotation = tuple[Tensor, Tensor]  # cosine and sine of each position and pair of columns, [B or 1, 1, L, dim / 2]
 

@@ -16,8 +16,7 @@ belongs to one part, which alone gives it the constants that kernels do not have
     job.py          Job, Mode (what of a call's tensors code depends on), Part, KernelLaunch
     device.py       Device: all that is asked of a machine; another one in its place compiles ahead, or writes down
     launcher.py     KernelLauncher: the longer way of a call, which any call can take
-    direct.py       the direct way: one generated function from a call to its results; Ways
-    repeating.py    the same divided, for calls that are like one before
+    fast/           the ways that a call tries before: one generated function, and calls that are like one before
     buffers.py      the tensors of a workspace from their records (planning/buffer.py): as places, and as text
     binding.py      from names to arguments: the vocabulary, and generated functions
     measures.py sums.py division.py descriptors.py     the parts

@@ -201,6 +201,7 @@ class WayText(NamedTuple):
     """The direct way of a call, as the parts of one function of `given`."""
 
     given: str
+    opening: Sequence[str]  # lines that take apart what is given
     checked: Sequence[str]  # lines before the conditions
     conditions: Sequence[str]  # expressions that must hold
     lines: Sequence[str]  # what is made
@@ -212,7 +213,7 @@ class WayText(NamedTuple):
     def function(self) -> Callable[..., Any]:
         """Returns None, with nothing done, where a condition does not hold, or a kernel is due that is not compiled."""
         source = [
-            f"def direct({self.given}):", *self.checked, f"if not ({' and '.join(self.conditions)}):",
+            f"def direct({self.given}):", *self.opening, *self.checked, f"if not ({' and '.join(self.conditions)}):",
             "    return None", *self.lines, *(f"if {due}: return None" for due in self.due), CURRENT_STREAM,
             *self.launches, f"return {self.returns}",
         ]  # fmt: skip
@@ -226,6 +227,7 @@ class Texts(NamedTuple):
     """What a direct way says of its calls."""
 
     given: str  # parameters of the function
+    opening: Sequence[str]  # lines that take apart what is given
     conditions: Sequence[str]  # expressions that must hold
     made: Mapping[str, str]  # results and workspace, as expressions
     returns: str
@@ -263,7 +265,7 @@ def direct(
         only = f"if {packer.expression(binding.launched_if)}: " if binding.launched_if else ""
         lines.append(f"{only}launch_{n}({programs}, 1, 1, stream, {between}, {arguments})")
     unchecked = [line for line in packer.lines if line not in checked]
-    return WayText(texts.given, checked, texts.conditions, unchecked, due, lines, texts.returns, scope)
+    return WayText(texts.given, texts.opening, checked, texts.conditions, unchecked, due, lines, texts.returns, scope)
 
 
 def function(source: str, name: str, space: Mapping[str, object]) -> Callable[..., Any]:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ...compiler.planning.machines.hardware import Hardware, for_device
+from .. import torch_private
 from .adding import add_listed
 from .binding import Binding
-from .repeating import Guard
 from .summing import summing
 
 
@@ -40,10 +40,9 @@ class Device:
         self._launching = launching
         self.number, self.interprets = number, interprets
         self.goes_directly = not interprets  # whether calls may take the direct way
-        # both made by torch's public functions; quicker ones may take their places
-        self.empty: Callable[..., Tensor] = self._empty  # contiguous or not
-        self.current: Callable[[], int] = torch.cuda.current_device
-        self.guard: Guard | None = None  # of tensors; None: no call is known to be like another
+        self.empty: Callable[..., Tensor] = torch_private.empty_on_gpu or self._empty  # contiguous or not
+        self.current = torch_private.current_gpu
+        self.guard = None if interprets else torch_private.guard  # None: no call is known to be like another
 
     def _empty(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=torch.device("cuda", self.number))

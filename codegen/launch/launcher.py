@@ -18,8 +18,9 @@ from .binding import OPERAND_STRIDE, Binding, Packer, alignment, evaluating, pac
 from .buffers import PLACING, place_text
 from .descriptors import Descriptors
 from .device import Asked, Device
-from .direct import DirectWay, Prepared, Ways, first_of, may_go_directly
 from .division import Division
+from .fast.direct import DirectWay, Prepared, may_go_directly
+from .fast.ways import Ways, first_of
 from .job import Job, KernelLaunch, Mode, OwnPart, Part, SummingPart
 from .scaled import shift_of
 
@@ -49,7 +50,7 @@ class KernelLauncher:
         self._modes: dict[Mode, Prepared] = {}
         self._evaluating: dict[tuple[str, Mode], Callable[[Mapping[str, Any]], Any]] = {}
         self._ways: dict[Mode, Ways] = {}
-        self._follow(Ways())
+        self.fast = Ways()  # replaced as kernels are compiled; read at every call, and so no property
 
     @property
     def code(self) -> CodePlan:
@@ -58,10 +59,6 @@ class KernelLauncher:
     @property
     def device(self) -> Device:
         return self.job.device
-
-    def _follow(self, ways: Ways) -> None:
-        """What a call asks first. Each is read at every call, and so no property."""
-        self.direct, self.backward_of, self.repeated, self.growing = ways
 
     # -- one call ------------------------------------------------------------------------------------------------------
     def partition(self, call: CallTensors, results: Named) -> Partition:
@@ -295,7 +292,7 @@ class KernelLauncher:
         )  # fmt: skip
         self._ways[mode] = way.ways()
         own = [*self._ways.values()] if self.division is not None else [self._ways[mode]]
-        self._follow(first_of(own))
+        self.fast = first_of(own)
 
 
 def _mode_of(partition: Partition) -> Mode:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ...compiler.planning.target import CallTensors, Launcher, Named, Partition, Place
+from .fast.ways import Ways
 
 
 class SharedLauncher:
@@ -14,11 +15,12 @@ class SharedLauncher:
 
     def __init__(self, long: Launcher, short: Launcher) -> None:
         self._long, self._short = long, short
+        self.fast = Ways(self._direct)
 
-    def direct(self, call: Any) -> Any:
+    def _direct(self, call: Any) -> Any:
         """The direct way. Where the second one turns a call away, what the first one made is dropped."""
-        found = self._long.direct(call)
-        return None if found is None else self._short.direct(call, *found)
+        found = self._long.fast.direct(call)
+        return None if found is None else self._short.fast.direct(call, *found)
 
     def partition(self, call: CallTensors, results: Named) -> Partition:
         return Partition(mode=tuple(each.partition(call, results) for each in (self._long, self._short)))

@@ -5,7 +5,7 @@ Nothing outside a target's own module (codegen/targets/<name>.py) matches on its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -17,6 +17,7 @@ from .form import Form
 from .kernel import Algorithm, Kernel
 from .machines.hardware import Hardware
 from .plan import CodePlan, KernelCode
+from .records import Shape
 from .segments import Segments
 from .signature import Direction, Signature, Widths
 from .sources import SequenceKind
@@ -108,11 +109,8 @@ class Launcher(Protocol):
     """A loaded module that is ready for calls of one signature, on one device: lengths, strides and values may vary."""
 
     @property
-    def direct(self) -> Callable[[Any], Any]:
-        """The direct way, for most calls: from a Call to (out, lse), from a BackwardCall to gradients by name.
-
-        It checks what may vary between calls; None means that nothing was done, and that the way below is to be taken.
-        """
+    def fast(self) -> Any:
+        """Its fast ways, which a call asks first: `Ways` of codegen/launch/fast."""
 
     def partition(self, call: CallTensors, results: Named) -> Partition:
         """How to divide the work of this call."""
@@ -144,6 +142,26 @@ class Printing(NamedTuple):
     splits_tables: bool = False  # what tiles read by distance is added to a number times q.k, in backwards
 
 
+class Planned(NamedTuple):
+    """A call that is planned, as a target is asked about it."""
+
+    facts: Facts
+    sizes: Shape
+    machine: Hardware
+    codes: Mapping[Direction, CodePlan]  # of the directions that the target computes
+    ragged: bool  # sequences have lengths of their own
+    q_offset: object  # of a dense call
+    visible: int | None  # pairs that see each other, where that is known
+
+
+class Said(NamedTuple):
+    """What a target says of a call beside the plan of its kernels."""
+
+    seconds: Mapping[Direction, float] = {}  # of directions that it computes by other means, as predicted
+    notes: tuple[str, ...] = ()
+    may_be_whole: bool = False  # a library computes such calls, where scores are as it needs them
+
+
 class Target(Protocol):
     """One way to compute attention."""
 
@@ -151,6 +169,8 @@ class Target(Protocol):
     family: str  # of templates, and of texts of normalizers: targets that share them have one
     measured_by: str  # the target whose kernels measure which tiles its own visit; mostly itself
     by_name_only: bool  # never chosen for a call that does not ask for it
+    serves: str  # the kind of machine, "cuda" or "cpu", on which it takes what other targets leave; "" on none
+    interprets: bool  # kernels are interpreted on a CPU, for debugging
     partial: bool  # backwards that it cannot compute are left to other targets, also where a call names it
     language: Any  # what the variant's functions are printed in: a Language of codegen
     printing: Printing
@@ -175,6 +195,12 @@ class Target(Protocol):
 
     def check(self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware, facts: Facts) -> None:
         """Raise WeftError if the kernel cannot have this form."""
+
+    def remarks(self, code: CodePlan, facts: Facts) -> Sequence[str]:
+        """What `explain` says of its kernels besides."""
+
+    def says(self, call: Planned) -> Said:
+        """What it says of one call."""
 
     def template(self, code: CodePlan) -> str:
         """Name of the template of these kernels."""

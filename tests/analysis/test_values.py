@@ -10,7 +10,8 @@ from torch import Tensor
 
 import weft
 from weft import WeftError, batch, head, kv_pos, masks, q_pos, score
-from weft.runtime import settings, sizes, values
+from weft.runtime import settings
+from weft.runtime.check import sizes, values
 
 doc, table, block = weft.tensor("doc", 1, int), weft.tensor("table", 1), weft.tensor("block", 1, int)
 CAUSAL = weft.Attention(mask=masks.causal, name="causal")

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
 from weft.codegen import at_once, products
-from weft.runtime.variant import variant_of
+from weft.runtime.run.variant import variant_of
 
 from ..support import through_python
 

@@ -15,7 +15,7 @@ from weft.compiler.planning.machines.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Choices, Dense, Lengths, Packed, PackedPaged
 from weft.runtime.driver import compile_kernels
-from weft.runtime.variant import boxed_of
+from weft.runtime.run.key import boxed_of
 
 from ..support import check_errors, mostly
 from .gluon import OnACpu

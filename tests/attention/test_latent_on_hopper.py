@@ -18,7 +18,7 @@ from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.compiler.planning.sources import kind_named
 from weft.runtime.call import Call, Choices, Dense, Lengths, PackedPaged, Paged
 from weft.runtime.driver import compile_kernels
-from weft.runtime.variant import offset_kind
+from weft.runtime.run.key import offset_kind
 
 from ..support import check_errors, mostly
 from .gluon import Deadlock, Kernels, OnACpu, Pointer
@@ -312,7 +312,7 @@ def divided(lens, heads, q_len=1, room=0):
     seen, loads = [0] * batch, []
     for share in range(shares):
         size, first, last, start, _ = space["divide"](
-            pointer, share, batch, room, parts.parts, parts.tiles, even, units, 132
+            pointer, share, batch, room, (parts.parts, parts.tiles, even), units, 132
         )  # fmt: skip
         load, start = 0, int(start)
         for b in range(first, last):

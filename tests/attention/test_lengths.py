@@ -365,7 +365,7 @@ def test_the_list_of_tiles(lens, most_sorted):
 @pytest.mark.parametrize("kind", KINDS)
 def test_lengths_that_were_not_checked_stay_within_the_operands(kind, monkeypatch):
     """On a GPU nobody looks at them unasked: kernels then cut them, and read no NaN from around the operands."""
-    monkeypatch.setattr("weft.runtime.variant.check_contents", lambda *given: None)
+    monkeypatch.setattr("weft.runtime.run.variant.check_contents", lambda *given: None)
     bad = {"padded": {"q_lens": [-5, 43, 1000, 2, 2, 2], "kv_lens": [2**30, -1, 76, 5, 5, 5]},
            "packed": {"cu_seqlens_q": [-7, 30, 20, 2**30], "cu_seqlens_kv": [0, 500, 3, 40]}}[kind]  # fmt: skip
     shape = (6, 2, 42, 16) if kind == "padded" else (1, 2, 60, 16)

@@ -15,7 +15,7 @@ from weft.codegen.launch.adding import sums_by_entry
 from weft.codegen.launch.device import Device
 from weft.codegen.targets.triton.parts import sums as launched_sums
 from weft.compiler.planning.gradient_sums import DIAGONAL_PARTS
-from weft.runtime import variant
+from weft.runtime.run import variant
 
 from ..support import check_variant, mostly, poisoned
 

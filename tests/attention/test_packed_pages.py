@@ -11,7 +11,7 @@ from weft.codegen.launch.launcher import KernelLauncher
 from weft.codegen.launch.shared import SharedLauncher
 from weft.compiler.planning.signature import MOST_SHORT
 from weft.runtime.driver import builds
-from weft.runtime.variant import variant_of
+from weft.runtime.run.variant import variant_of
 
 from ..support import check_errors, mostly, poisoned
 from .test_pages import CAUSAL, GARBAGE, LENS, VARIANTS, paged

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from weft.runtime.cache import Key
+from weft.runtime.store.modules import Key
 
 KEY = Key(
     "gemma_local", "flash_forward", "triton", "d128-bf16", "score=score mask=True", "flash 128x64", "g", "3.6", "2.11"

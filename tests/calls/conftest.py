@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-import weft.runtime.cache as cache
+import weft.runtime.store.files as files
 from weft.runtime.settings import settings
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of an empty cache, of which nothing was said yet."""
-    monkeypatch.setattr(cache, "_warned", set())
+    monkeypatch.setattr(files, "_warned", set())
     folder = tmp_path / "cache"
     with settings(cache_dir=folder):
         yield folder

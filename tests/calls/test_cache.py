@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-import weft.runtime.cache as cache
+import weft.runtime.store.modules as cache
 from weft.compiler.planning.machines.hardware import H200
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.ir.attention import Attention
 from weft.ir.errors import WeftError
-from weft.runtime import tuned
-from weft.runtime.cache import Key, load_or_build
 from weft.runtime.settings import settings
+from weft.runtime.store import files, prune, tuned
+from weft.runtime.store.modules import Key, load_or_build
 
 from .caching import KEY, TEXT, build, die, forking, never, said_once, start
 
@@ -61,7 +61,7 @@ def test_versions_and_digest_of_this_installation_are_filled_in():
 
 
 def test_generator_digest_sees_content_and_names_of_code_and_templates(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "__file__", str(tmp_path / "compiler" / "cache.py"))
+    monkeypatch.setattr(cache, "__file__", str(tmp_path / "runtime" / "store" / "modules.py"))
     template, seen = tmp_path / "templates" / "triton" / "k.py.jinja", set()
     template.parent.mkdir(parents=True)
     for change in (
@@ -99,7 +99,7 @@ def test_an_error_of_the_builder_is_passed_on_and_leaves_nothing(root):
 
     with pytest.raises(OSError, match="no template"):
         load_or_build(KEY, fails)
-    assert cache.entries() == [] and not list(root.glob(".tmp-*"))
+    assert prune.entries() == [] and not list(root.glob(".tmp-*"))
     assert load_or_build(KEY, build).built
 
 
@@ -186,7 +186,7 @@ def test_an_edited_kernel_is_the_one_that_runs(tmp_path):
 def test_a_warm_start_is_quick(root):
     code = f"""
         import time
-        import weft.runtime.cache as cache
+        import weft.runtime.store.modules as cache
         start = time.perf_counter()
         key = cache.Key("a", "b", "c", "d", "e", "f")
         built = cache.load_or_build(key, lambda: {TEXT!r}).built
@@ -246,7 +246,7 @@ def test_six_processes_build_once_and_all_get_the_text(root, tmp_path):
 
 def die_at(point: str) -> None:
     """Build in this process and die at the point named."""
-    write, rename, renames = cache.write, os.rename, []
+    write, rename, renames = cache.write_new, os.rename, []
 
     def torn_write(path: Path, content: bytes) -> None:
         if path.name == point:
@@ -262,7 +262,7 @@ def die_at(point: str) -> None:
         if point == "after rename":
             die()
 
-    cache.write, os.rename = torn_write, dying_rename
+    cache.write_new, os.rename = torn_write, dying_rename
     load_or_build(KEY, die if point == "build" else build)
 
 
@@ -366,18 +366,18 @@ def test_a_sound_entry_of_another_key_is_not_used(root):
 
 
 def test_a_full_disk_gives_one_warning_and_still_runs(root, monkeypatch):
-    write = cache.write
+    write = cache.write_new
 
     def full(path: Path, content: bytes) -> None:
         if root in path.parents:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(path, content)
 
-    monkeypatch.setattr(cache, "write", full)
+    monkeypatch.setattr(cache, "write_new", full)
     with pytest.warns(RuntimeWarning, match="cannot be written .No space left on device.*WEFT_CACHE_DIR"):
         entry = load_or_build(KEY, build)
     assert entry.path.read_text() == entry.source == TEXT and root not in entry.path.parents
-    assert not list(root.glob(".tmp-*")) and cache.entries() == []
+    assert not list(root.glob(".tmp-*")) and prune.entries() == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load_or_build(KEY, build).source == TEXT
@@ -387,7 +387,7 @@ def test_with_every_disk_full_the_source_stays_in_memory(root, monkeypatch):
     def full(*_) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    monkeypatch.setattr(cache, "write", full)
+    monkeypatch.setattr(cache, "write_new", full)
     with pytest.warns(RuntimeWarning, match="Disk quota exceeded"):
         entry = load_or_build(KEY, build)
     assert entry.source == TEXT and not entry.path.exists()
@@ -449,7 +449,7 @@ def test_a_read_only_folder_gives_one_warning_for_all_that_it_lacks(root, read_o
 def test_a_read_only_folder_says_so_to_who_prunes_or_clears_it(root, read_only):
     load_or_build(KEY, build)
     read_only()
-    for command in (cache.prune, cache.clear):
+    for command in (prune.prune, prune.clear):
         with pytest.raises(WeftError, match=rf"cache folder {root}: cannot be written \(Read-only file system\)"):
             command()
     assert not load_or_build(KEY, never).built
@@ -535,7 +535,7 @@ def test_a_folder_that_cannot_be_used_gives_one_warning_and_the_call_goes_on(
     arrange, match = UNUSABLE[case]
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("nothing")
-    monkeypatch.setattr(cache, "_warned", set())
+    monkeypatch.setattr(files, "_warned", set())
     if not with_platformdirs:
         monkeypatch.setitem(sys.modules, "platformdirs", None)
     arrange(monkeypatch, tmp_path)
@@ -545,11 +545,11 @@ def test_a_folder_that_cannot_be_used_gives_one_warning_and_the_call_goes_on(
             assert load_or_build(key, build).path.read_text() == TEXT
     assert re.search(match, said[0]) and "set WEFT_CACHE_DIR to a folder that you own" in said[0]
     with pytest.raises(WeftError, match=match):
-        cache.entries()
+        prune.entries()
 
 
 def test_a_nul_in_the_name_of_the_folder_gives_one_warning(monkeypatch):
-    monkeypatch.setattr(cache, "_warned", set())
+    monkeypatch.setattr(files, "_warned", set())
     with settings(cache_dir="/tmp/a\0b"), said_once() as said:
         assert tuned.remembered(*TUNED) == {}
         assert load_or_build(KEY, build).source == TEXT
@@ -558,17 +558,17 @@ def test_a_nul_in_the_name_of_the_folder_gives_one_warning(monkeypatch):
 
 @pytest.mark.parametrize("with_platformdirs", [True, False])
 def test_the_users_cache_folder_where_none_is_named(tmp_path, monkeypatch, with_platformdirs):
-    monkeypatch.setattr(cache, "_warned", set())
+    monkeypatch.setattr(files, "_warned", set())
     monkeypatch.delenv("WEFT_CACHE_DIR", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     if not with_platformdirs:
         monkeypatch.setitem(sys.modules, "platformdirs", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
-    assert cache.cache_dir() == tmp_path / "mine" / "weft"
+    assert files.cache_dir() == tmp_path / "mine" / "weft"
     for unset in ("", None):
         monkeypatch.delenv("XDG_CACHE_HOME") if unset is None else monkeypatch.setenv("XDG_CACHE_HOME", unset)
-        assert cache.cache_dir() == tmp_path / ".cache" / "weft"
+        assert files.cache_dir() == tmp_path / ".cache" / "weft"
     monkeypatch.setenv("XDG_CACHE_HOME", "some/where")
     with said_once() as said:
         for _ in range(2):
@@ -601,7 +601,7 @@ def test_a_folder_that_others_may_write_to_is_not_trusted(root):
     load_or_build(KEY, build)
     root.chmod(0o777)
     with pytest.raises(WeftError, match=r"only its owner may write to, got mode 777; .*chmod 700"):
-        cache.cache_dir()
+        files.cache_dir()
     with pytest.warns(RuntimeWarning, match="got mode 777"):
         entry = load_or_build(KEY, build)
     assert entry.built and root not in entry.path.parents
@@ -612,7 +612,7 @@ def test_a_folder_of_another_user_is_not_trusted(root, monkeypatch):
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
     with pytest.raises(WeftError, match=f"expected a folder of user {me + 1}, got one of user {me}"):
-        cache.cache_dir()
+        files.cache_dir()
     with pytest.warns(RuntimeWarning, match="expected a folder of user"):
         assert load_or_build(KEY, build).built
 
@@ -624,12 +624,12 @@ def test_entries_size_and_clear(root):
     load_or_build(KEY, build)
     bad = load_or_build(replace(KEY, name="bad"), build).path
     bad.write_text("edited")
-    listed = cache.entries()
+    listed = prune.entries()
     assert [info.folder.split("-")[0] for info in listed] == ["bad", "gemma_local"]
     assert [info.problem for info in listed] == ["source and checksum do not match: torn or edited", ""]
-    assert cache.size() == sum(p.stat().st_size for p in root.glob("*/*") if p.parent.name != ".locks")
+    assert prune.size() == sum(p.stat().st_size for p in root.glob("*/*") if p.parent.name != ".locks")
     assert time.time() - 60 < listed[0].created <= time.time() + 1
-    assert cache.clear() == 2 and cache.entries() == []
+    assert prune.clear() == 2 and prune.entries() == []
 
 
 def test_clear_keeps_what_is_not_ours(root):
@@ -638,7 +638,7 @@ def test_clear_keeps_what_is_not_ours(root):
     mine.write_text("mine")
     similar.mkdir()
     (similar / "work.c").write_text("mine")
-    assert cache.clear() == 1
+    assert prune.clear() == 1
     assert sorted(path.name for path in root.iterdir()) == ["branch-0123456789ab", "notes.txt"]
 
 

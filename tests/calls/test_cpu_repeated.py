@@ -13,9 +13,8 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
-from weft.codegen import at_once, kept_positions, products
-from weft.runtime import torch_private
-from weft.runtime.variant import variant_of
+from weft.codegen import at_once, kept_positions, products, torch_private
+from weft.runtime.run.variant import variant_of
 
 X, BIAS, VALID = weft.scalar("x", float), weft.tensor("bias", 3), weft.tensor("valid", 2, bool)
 TABLE = weft.tensor("table", 2)

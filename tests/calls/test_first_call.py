@@ -16,7 +16,7 @@ import weft
 
 pytest.importorskip("triton")
 from weft.codegen.launch import launching, starting
-from weft.codegen.launch.direct import Prepared
+from weft.codegen.launch.fast.direct import Prepared
 from weft.codegen.launch.job import Mode
 from weft.codegen.launch.launcher import KernelLauncher
 
@@ -118,7 +118,7 @@ class _Launcher(KernelLauncher):
         if not self.began.is_set():
             self.began.set()
             time.sleep(0.2)
-        self.direct = kernels  # type: ignore[assignment]
+        self.fast = kernels  # type: ignore[assignment]
 
 
 def test_threads_that_want_different_kernels_leave_a_direct_way_of_all_of_them(
@@ -133,7 +133,7 @@ def test_threads_that_want_different_kernels_leave_a_direct_way_of_all_of_them(
     assert launcher.began.wait(60)
     launcher._compile_these([1], ready, mode, {})
     first.join()
-    assert launcher.direct == {0, 1}  # type: ignore[comparison-overlap]
+    assert launcher.fast == {0, 1}  # type: ignore[comparison-overlap]
 
 
 def _crashing(most_stages: int):

@@ -13,7 +13,7 @@ import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
 
 pytest.importorskip("triton")
-from weft.runtime import torch_private
+from weft.codegen import torch_private
 
 from ..support import calls_of
 from .written_launches import ALIBI, CAUSAL, LENS, WINDOW, Calls, Launches, bias, heads_last, ints, normal, written

@@ -12,7 +12,7 @@ from torch import Tensor
 import weft
 from weft import batch, kv_pos, masks, q_pos, score
 from weft.codegen.launch import launching
-from weft.runtime import kept
+from weft.runtime.run import kept
 
 from ..support import long_from
 

@@ -20,10 +20,11 @@ from weft import batch, group, head, kv_pos, masks, q_pos, score, scores
 pytest.importorskip("triton")
 from weft.codegen.launch import launching
 from weft.codegen.launch.device import Device
-from weft.codegen.launch.direct import nothing_yet
+from weft.codegen.launch.fast.ways import nothing_yet
 from weft.codegen.launch.summing import Summing
 from weft.compiler.planning.target import Place
-from weft.runtime.variant import Variant, boxed_of
+from weft.runtime.run import prepared
+from weft.runtime.run.key import boxed_of
 
 from .test_host_work import Ops
 from .written_launches import Launches, written
@@ -80,12 +81,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(Place, "beside", beside)
     monkeypatch.setattr(Summing, "__call__", added)
     monkeypatch.setattr(launching, "current_stream", lambda device: 0)
-    signature = Variant.signature
+    signature = prepared.signature_of_call
 
-    def as_on_a_gpu(self: Any, direction: Any, call: Any, wanted: Any = frozenset()) -> Any:
-        return replace(signature(self, direction, call, wanted), boxed=boxed_of(self.facts, call.operands))
+    def as_on_a_gpu(facts: Any, direction: Any, call: Any, wanted: Any) -> Any:
+        return replace(signature(facts, direction, call, wanted), boxed=boxed_of(facts, call.operands))
 
-    monkeypatch.setattr(Variant, "signature", as_on_a_gpu)
+    monkeypatch.setattr(prepared, "signature_of_call", as_on_a_gpu)
     return found
 
 
@@ -117,7 +118,7 @@ def test_both_ways_launch_and_give_the_same(
     found = run()
     assert launches.found == of_longer
     (ready,) = attention._variant._backwards.values()
-    goes_directly = ready.launcher.backward_of is not nothing_yet
+    goes_directly = ready.launcher.fast.direct is not nothing_yet
     assert goes_directly == (name in LEARNED or name == "larger")  # which conditions turn away, call by call
     hits = sum(kind.repeats.hits for kind in attention._variant.recorded.values())
     for one, other in zip(found[3:], longer[3:], strict=True):

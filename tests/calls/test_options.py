@@ -21,7 +21,7 @@ from weft.request import request_of
 from weft.runtime import driver
 from weft.runtime.call import SCHEMA, SLOTS
 from weft.runtime.options import OPTIONS, taken
-from weft.runtime.variant import Variant
+from weft.runtime.run import prepared
 
 from .. import options as written
 
@@ -34,12 +34,13 @@ import dataclasses
 import torch
 import weft
 from weft.codegen import targets
+from weft.codegen.launch.fast.ways import Ways
 from weft.codegen.targets.cpu.target import CpuTarget
 
 
 class Times:  # a launcher whose out is that of another, times the toy
     def __init__(self, launcher):
-        self.launcher, self.direct = launcher, lambda call: None
+        self.launcher, self.fast = launcher, Ways()
         self.partition, self.workspace = launcher.partition, launcher.workspace
 
     def __call__(self, call, results, *rest):
@@ -179,18 +180,18 @@ def _drawn(rng: random.Random) -> tuple[list[torch.Tensor], dict[str, Any]]:
 
 def _of_call(variant: weft.Attention, tensors: list[torch.Tensor], options: dict[str, Any]) -> list[Signature]:
     """What a call asks for in each direction, with gradients of all that has some; nothing is computed."""
-    own, kind, found = Variant.signature, Variant, []
+    own, found = prepared.signature_of_call, []
 
     class Found(Exception):
         pass
 
-    def signature(self: Variant, direction: str, call: Any, wanted: frozenset[str] = frozenset()) -> Signature:
+    def signature(facts: Any, direction: str, call: Any, wanted: frozenset[str]) -> Signature:
         trained = [*call.tensors, *(n for n, v in call.operands.items() if isinstance(v, torch.Tensor))]
-        found.extend([own(self, "forward", call), own(self, "backward", call, frozenset(trained))])
+        found.extend([own(facts, "forward", call, wanted), own(facts, "backward", call, frozenset(trained))])
         raise Found
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(kind, "signature", signature)
+        patched.setattr(prepared, "signature_of_call", signature)
         variant._variant.forget()
         with pytest.raises(Found):
             variant(*tensors, **options)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
-from weft.runtime.variant import Variant
+from weft.runtime.run.variant import Variant
 
 pytest.importorskip("triton")
 from weft.codegen.launch.launcher import KernelLauncher

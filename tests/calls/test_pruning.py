@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import weft.runtime.cache as cache
+import weft.runtime.store.modules as cache
 from weft.ir.errors import WeftError
-from weft.runtime.cache import Key, load_or_build
 from weft.runtime.settings import size_of
+from weft.runtime.store import files, prune
+from weft.runtime.store.modules import Key, load_or_build
 
 from .caching import TEXT, build, die, forking, never, said_once, start
 
@@ -37,7 +38,7 @@ def due(root: Path) -> None:
 
 
 def names() -> list[str]:
-    return [info.folder.split("-")[0] for info in cache.entries()]
+    return [info.folder.split("-")[0] for info in prune.entries()]
 
 
 STALE = {
@@ -52,24 +53,24 @@ def test_what_other_code_and_versions_made_is_stale(root, field):
     value, match = STALE[field]
     load_or_build(TODAY, build)
     load_or_build(replace(TODAY, name="older", **{field: value}), build)
-    sound, older = cache.entries()
+    sound, older = prune.entries()
     assert sound.stale == "" and re.fullmatch(match, older.stale) and (sound.problem, older.problem) == ("", "")
-    assert cache.prune() == cache.Pruned(stale=1, over=0, size=older.size, left_overs=0)
+    assert prune.prune() == prune.Pruned(stale=1, over=0, size=older.size, left_overs=0)
     assert names() == ["gemma_local"] and not load_or_build(TODAY, never).built
 
 
 def test_an_entry_under_another_name_than_its_keys_is_stale(root):
     entry = load_or_build(TODAY, build).path.parent
     entry.rename(root / f"{TODAY.label}-0123456789ab")  # as entries were named before they told the variant
-    assert [info.stale for info in cache.entries()] == ["named after another key"]
-    assert cache.prune().stale == 1
+    assert [info.stale for info in prune.entries()] == ["named after another key"]
+    assert prune.prune().stale == 1
 
 
 @pytest.mark.parametrize("meta", ["", "[1]", "{}", '{"key": {"name": "x", "new": "field"}}', '{"key": [1]}'])
 def test_an_entry_without_a_key_is_stale(root, meta):
     load_or_build(TODAY, build).path.with_name("meta.json").write_text(meta)
-    assert [info.stale for info in cache.entries()] == ["it has no key that can be read"]
-    assert cache.prune().stale == 1
+    assert [info.stale for info in prune.entries()] == ["it has no key that can be read"]
+    assert prune.prune().stale == 1
 
 
 def test_prune_removes_unsound_entries_and_left_overs_and_nothing_else(root):
@@ -81,7 +82,7 @@ def test_prune_removes_unsound_entries_and_left_overs_and_nothing_else(root):
         (folder / "work.c").write_text("mine")
     os.utime(root / ".tmp-old", (0, 0))
     os.utime(root / ".locks" / f"{torn.path.parent.name}.lock", (0, 0))
-    assert (cache.prune().left_overs, names()) == (2, ["gemma_local"])
+    assert (prune.prune().left_overs, names()) == (2, ["gemma_local"])
     assert [folder.exists() for folder in others] == [False, True, True, True]
     assert [lock.stem for lock in (root / ".locks").iterdir()] == [sound.path.parent.name]
 
@@ -90,17 +91,17 @@ def test_prune_to_a_size_removes_the_least_recently_used(root):
     loaded = {name: load_or_build(replace(TODAY, name=name), build) for name in ("a", "b", "c", "d")}
     for name, days in zip(loaded, (1, 4, 2, 3), strict=True):
         age(loaded[name], days)
-    each = cache.size() // 4
-    assert cache.prune(4 * each).over == 0
-    assert cache.prune(2 * each + 1) == cache.Pruned(stale=0, over=2, size=2 * each, left_overs=0)
+    each = prune.size() // 4
+    assert prune.prune(4 * each).over == 0
+    assert prune.prune(2 * each + 1) == prune.Pruned(stale=0, over=2, size=2 * each, left_overs=0)
     assert names() == ["a", "c"]
-    assert cache.prune(0).over == 2 and names() == []
+    assert prune.prune(0).over == 2 and names() == []
 
 
 def test_stale_entries_go_before_any_that_is_used(root):
     for name, days in (("used", 9), ("stale", 0)):
         age(load_or_build(replace(TODAY, name=name, torch="0.4" if name == "stale" else TODAY.torch), build), days)
-    assert cache.prune(max(info.size for info in cache.entries())).over == 0
+    assert prune.prune(max(info.size for info in prune.entries())).over == 0
     assert names() == ["used"]
 
 
@@ -115,7 +116,7 @@ def test_a_hit_notes_the_day_and_not_each_hit(root):
 def test_listing_is_no_use(root):
     entry = load_or_build(TODAY, build)
     age(entry, 5)
-    assert time.time() - cache.entries()[0].used == pytest.approx(5 * DAY, abs=60)
+    assert time.time() - prune.entries()[0].used == pytest.approx(5 * DAY, abs=60)
     assert days_since_use(entry) == pytest.approx(5, abs=0.01)
 
 
@@ -146,7 +147,7 @@ def test_by_itself_the_cache_stays_below_its_size(root, monkeypatch):
         age(load_or_build(replace(TODAY, name=f"v{number}"), lambda: "#" * 2000), 4 - number)
     due(root)
     load_or_build(TODAY, build)
-    assert cache.size() <= 5000 and names() == ["gemma_local", "v3"]
+    assert prune.size() <= 5000 and names() == ["gemma_local", "v3"]
 
 
 def test_a_size_that_cannot_be_read_gives_a_warning_and_the_default(root, monkeypatch):
@@ -163,7 +164,7 @@ def test_a_prune_that_fails_by_itself_says_nothing(root, monkeypatch):
     def fails(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(cache, "_survey", fails)
+    monkeypatch.setattr(prune, "_survey", fails)
     assert load_or_build(TODAY, build).path.parent.parent == root
 
 
@@ -191,11 +192,11 @@ def test_what_is_no_size_is_refused(text):
 def test_an_entry_used_or_replaced_since_it_was_looked_at_stays(root):
     entry = load_or_build(TODAY, build)
     age(entry, 40)
-    (info,) = cache.entries()
+    (info,) = prune.entries()
     load_or_build(TODAY, never)
-    assert cache._retire(root, info) is False and not load_or_build(TODAY, never).built
-    assert cache._retire(root, cache.entries()[0]) is True
-    assert cache._retire(root, info) is False and not list(root.glob(".tmp-*"))
+    assert prune._retire(root, info) is False and not load_or_build(TODAY, never).built
+    assert prune._retire(root, prune.entries()[0]) is True
+    assert prune._retire(root, info) is False and not list(root.glob(".tmp-*"))
 
 
 def test_an_unsound_entry_pruned_while_it_is_replaced_gives_no_warning(root, monkeypatch):
@@ -208,7 +209,7 @@ def test_an_unsound_entry_pruned_while_it_is_replaced_gives_no_warning(root, mon
             rename(source, target)
         except OSError:
             monkeypatch.setattr(os, "rename", rename)
-            cache.prune()
+            prune.prune()
             raise
 
     monkeypatch.setattr(os, "rename", prune_after_failure)
@@ -218,11 +219,11 @@ def test_an_unsound_entry_pruned_while_it_is_replaced_gives_no_warning(root, mon
 
 def test_an_entry_removed_while_it_is_read_is_built_again(root, monkeypatch):
     load_or_build(TODAY, build)
-    read = cache.read_ours
+    read = files.read_ours
 
     def read_after_prune(path: Path):
         if path.name == "source.py":
-            cache._take_away(root, path.parent)
+            prune._take_away(root, path.parent)
         return read(path)
 
     monkeypatch.setattr(cache, "read_ours", read_after_prune)
@@ -234,8 +235,8 @@ def test_an_entry_leaves_by_one_rename(root):
     entry = load_or_build(TODAY, build).path.parent
 
     def die_while_removing() -> None:
-        cache._remove = die
-        cache.prune(0)
+        prune.remove = die
+        prune.prune(0)
 
     victim = start(die_while_removing)
     victim.join()
@@ -243,7 +244,7 @@ def test_an_entry_leaves_by_one_rename(root):
     (aside,) = root.glob(".tmp-*")
     assert sorted(path.name for path in aside.iterdir()) == ["meta.json", "source.py"]
     os.utime(aside, (0, 0))
-    assert cache.prune().left_overs == 1 and not aside.exists()
+    assert prune.prune().left_overs == 1 and not aside.exists()
 
 
 @forking
@@ -260,7 +261,7 @@ def test_processes_load_what_others_prune(root):
 
     def prune_all() -> None:
         while time.time() < end:
-            cache.prune(0)
+            prune.prune(0)
 
     workers = [start(work) for work in (load_all, load_all, prune_all, prune_all)]
     for worker in workers:

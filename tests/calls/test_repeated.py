@@ -18,10 +18,10 @@ import weft
 from weft import masks
 
 pytest.importorskip("triton")
-from weft.codegen.launch.repeating import Again
-from weft.runtime import torch_private
+from weft.codegen import torch_private
+from weft.codegen.launch.fast.repeats import MOST_PATIENCE, WORTH, Repeats
+from weft.codegen.launch.fast.ways import Again
 from weft.runtime.call import Call, Dense, Lengths, Packed, Paged
-from weft.runtime.repeated import MOST_PATIENCE, WORTH, Repeats
 
 from .written_launches import (
     ALIBI,

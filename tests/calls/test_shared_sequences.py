@@ -12,7 +12,7 @@ from weft.compiler.planning.signature import MOST_SHARED, MOST_SHORT, has_few_qu
 from weft.compiler.planning.sources import PACKED, PACKED_PAGED
 from weft.compiler.planning.splits import Parts
 from weft.runtime.driver import builds
-from weft.runtime.variant import variant_of
+from weft.runtime.run.variant import variant_of
 
 from ..attention.test_packed_pages import CAUSAL, OTHERS, check, operands, planned, starts_of
 from ..attention.test_pages import VARIANTS, paged

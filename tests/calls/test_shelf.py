@@ -12,7 +12,7 @@ import pytest
 
 import weft
 from weft.codegen import templates
-from weft.runtime import cache
+from weft.runtime.store import prune
 
 SIZES = weft.shape(heads=2, q_len=256, head_dim=64)
 
@@ -76,7 +76,7 @@ def test_what_is_not_sound_is_compiled_again(damage: str, root: Path, generate: 
 def test_a_folder_that_cannot_be_made_costs_time_alone(root: Path, generate: Callable[[], tuple[str, int]]) -> None:
     found = generate()
     (folder,) = root.glob(".templates-*")
-    cache.clear()
+    prune.clear()
     assert not kept(root)
     folder.touch()  # a file in its place
     assert generate() == found
@@ -88,11 +88,11 @@ def test_pruning_takes_away_what_no_process_has_written_for_long(
 ) -> None:
     generate()
     (folder,) = root.glob(".templates-*")
-    cache.prune()
+    prune.prune()
     assert folder.exists()
-    then = time.time() - 2 * cache.UNUSED_SECONDS
+    then = time.time() - 2 * prune.UNUSED_SECONDS
     os.utime(folder, (then, then))
-    cache.prune()
+    prune.prune()
     assert not folder.exists()
-    cache.clear()
+    prune.clear()
     assert generate()[1] > 1

@@ -16,11 +16,12 @@ import weft
 from weft import head, kv_pos, masks, q_pos, score
 
 pytest.importorskip("triton")
+from weft.codegen import torch_private
 from weft.codegen.launch.launcher import KernelLauncher
 from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.planning.machines.hardware import by_name
 from weft.compiler.planning.signature import is_short_call
-from weft.runtime import driver, torch_private
+from weft.runtime import driver
 from weft.runtime.call import Call, Choices, Dense
 
 from ..attention.gluon import OnACpu

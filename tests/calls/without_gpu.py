@@ -9,10 +9,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from weft.codegen import torch_private
 from weft.codegen.launch import launching
 from weft.codegen.launch.device import Device
 from weft.compiler.planning.machines import hardware
-from weft.runtime import torch_private
 
 Compiled = Callable[[Any, Sequence[Any]], Any]  # (binding, arguments with tensors) -> a kernel that can be launched
 
@@ -25,7 +25,7 @@ def go_without_a_gpu(monkeypatch: pytest.MonkeyPatch, compiled: Compiled) -> Non
         made(self, number, interprets)
         self.number = -1  # what CPU tensors say of theirs
         self.empty = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
-        self.guard = torch_private.guard
+        self.guard, self.current = torch_private.guard, lambda: -1
 
     def all_of_them(self: Any, asked: Sequence[Any]) -> list[Any]:
         return [compiled(one.binding, one.arguments) for one in asked]

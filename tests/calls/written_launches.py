@@ -14,11 +14,11 @@ import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
 
 pytest.importorskip("triton")
+from weft.codegen import torch_private
 from weft.codegen.launch import launching
 from weft.codegen.launch.binding import Launch
 from weft.codegen.launch.descriptors import Box
 from weft.codegen.launch.device import Device
-from weft.runtime import torch_private
 
 from .without_gpu import go_without_a_gpu
 

@@ -26,7 +26,7 @@ from importlib import import_module
 from typing import Any
 
 from weft.codegen import generate
-from weft.compiler.analysis.tiles import programs
+from weft.compiler.analysis.tiles.programs import programs
 from weft.compiler.analysis.values.affine import plus
 from weft.ir.operators import OPERATORS
 
@@ -219,7 +219,7 @@ _ON_CPU: dict[str, Defect] = {
     "slopes_of_where_swapped": Instead(_SYMBOLIC, "_Where._eval_derivative", _swapped_slopes),
     "slope_of_abs_always_1": Instead(_SYMBOLIC, "_Abs._eval_derivative", _slope_of_abs),
     "scale_missing_in_dquery": InText(r"return found \* self\.scale", "return found"),
-    "read_gradient_to_next_head": Instead("runtime.variant", "scatter", _to_the_next_head),
+    "read_gradient_to_next_head": Instead("runtime.run.gradients", "scatter", _to_the_next_head),
     "hidden_nan_kept": InText(r"if math\.isnan\(scores\.sum\(\)\):", "if False:"),
     "hidden_gradient_kept": InText(r"if math\.isnan\(gradients\.sum\(\)\):", "if False:"),
     "key_gradient_of_last_tile": InText(
@@ -229,7 +229,7 @@ _ON_CPU: dict[str, Defect] = {
     "heads_of_a_long_call": InText(r"slice\(first, end \* group,", "slice(kv * group, end * group,"),
     "one_hidden_key_overlooked": InText(r"if n_seen < kv_len:", "if n_seen + 1 < kv_len:"),
     "equal_queries_equal_keys": Instead("codegen.launch.runs", "_place", _whatever_the_keys),
-    "read_gradient_to_first_sequence": Instead("runtime.variant", "rows_of", _whosever),
+    "read_gradient_to_first_sequence": Instead("runtime.run.gradients", "rows_of", _whosever),
     "sink_beside_the_output": InText(r"return keys / total", "return torch.ones_like(total)"),
     "sink_of_another_head": InText(r"x\.squeeze\(2\) if", "x.squeeze(2).flip(1) if"),
     "sink_gradient_without_dlse": InText(

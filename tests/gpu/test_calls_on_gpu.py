@@ -17,7 +17,7 @@ import weft
 from weft import head, kv_pos, masks, q_pos, score
 from weft.codegen.launch import launching
 from weft.compiler.planning.machines import hardware
-from weft.runtime.variant import forget
+from weft.runtime.run.variant import forget
 
 from ..support import check_variant, mostly
 
@@ -219,7 +219,7 @@ def test_what_is_known_of_calls_that_repeat_changes_no_result(target, lengths, m
         return [out.detach(), *torch.autograd.grad(out, leaves, douts[at])]
 
     with monkeypatch.context() as without:
-        without.setattr("weft.runtime.variant.guard", None)
+        without.setattr("weft.codegen.torch_private.guard", None)
         want = [step(at, CAUSAL.replace(name=f"unknown_{target}_{lengths}")) for at in range(len(inputs))]
     for turn in range(3):
         for at, wanted in enumerate(want):
@@ -257,7 +257,7 @@ def test_keys_that_grow_are_computed_as_if_nothing_were_known(target, rows, leng
         out = step(known, n)
         assert error(out, exact(CAUSAL, q, *(cache[:, :, :n] for cache in caches), **lens)) < 6e-3, n
         with monkeypatch.context() as without:
-            without.setattr("weft.runtime.variant.guard", None)
+            without.setattr("weft.codegen.torch_private.guard", None)
             assert torch.equal(out, step(unknown, n)), n
     assert served(1199) and served(40)
     assert unknown._variant.repeats.growing is None

@@ -9,7 +9,7 @@ import torch
 
 import weft
 from weft.kv import DenseCache, PagedCache
-from weft.runtime.append import append_rows
+from weft.runtime.ops.append import append_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

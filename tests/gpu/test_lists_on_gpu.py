@@ -10,7 +10,7 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos
-from weft.runtime import kept
+from weft.runtime.run import kept
 
 from ..support import check_variant, mostly, poisoned
 

@@ -9,7 +9,7 @@ import weft
 from weft import head, masks, score
 from weft.compiler.planning.signature import is_short_call
 from weft.runtime.driver import builds
-from weft.runtime.variant import forget
+from weft.runtime.run.variant import forget
 
 from ..support import check_variant, mostly
 from .test_kernels_on_gpu import _compiled_kernels

@@ -15,7 +15,7 @@ from weft.codegen.launch import launching
 from weft.compiler.planning.machines.rates import Machine
 from weft.integrations import rules
 from weft.ir.caller import for_threads, source_line, warn
-from weft.runtime import cache, calibrated
+from weft.runtime.store import calibrated, files
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("ir", "compiler", "codegen", "runtime", "api")
@@ -51,7 +51,7 @@ warn_from_the_package = eval("lambda text: warn(text)", {"warn": warn, "__name__
 def test_warnings_of_the_cache_name_the_caller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "file"))
-    monkeypatch.setattr(cache, "_warned", set())
+    monkeypatch.setattr(files, "_warned", set())
     q = torch.randn(1, 1, 4, 16)
     with pytest.warns(RuntimeWarning, match="expected a folder, got a file") as told:
         weft.Attention(weft.score * 1.25, name="uncached_once")(q, q, q)

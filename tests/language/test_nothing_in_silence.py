@@ -16,7 +16,7 @@ from weft import WeftError, head, kv_pos, masks, q_pos, score, scores
 from weft.ir.expr import CALL_OPTIONS
 from weft.ir.verify import MOST_DEEP
 from weft.ir.walk import extent
-from weft.runtime import ops
+from weft.runtime.ops import dispatch
 
 window, cap = weft.scalar("window", int), weft.scalar("cap")
 doc, bias = weft.tensor("doc", 1, int), weft.tensor("bias", 1)
@@ -324,7 +324,7 @@ def test_errors_of_python_become_ours(monkeypatch: pytest.MonkeyPatch, error: Ex
     def run(variant: object, call: object) -> None:
         raise error
 
-    monkeypatch.setattr(ops, "run", run)
+    monkeypatch.setattr(dispatch, "run", run)
     with pytest.raises(WeftError, match=match):
         LOCAL(*qkv(), window=4, cap=0.0)
 
@@ -333,6 +333,6 @@ def test_errors_of_torch_that_are_not_the_users_stay(monkeypatch: pytest.MonkeyP
     def run(variant: object, call: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(ops, "run", run)
+    monkeypatch.setattr(dispatch, "run", run)
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         CAUSAL(*qkv())

@@ -13,7 +13,7 @@ import weft
 from weft import kv_pos, q_pos
 from weft.kv import DenseCache, OutOfBlocksError, PagedCache
 from weft.kv.blocks import start_of
-from weft.runtime.append import append_rows
+from weft.runtime.ops.append import append_rows
 
 SIZES = {"kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
 CAUSAL = weft.Attention(mask=kv_pos <= q_pos, name="causal")

@@ -46,7 +46,7 @@ from weft.compiler.planning.machines.rates import (
 )
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.ir.errors import WeftError
-from weft.runtime import calibrated as kept
+from weft.runtime.store import calibrated as kept
 
 CPU_FLASH = (cpu_kernels.FLASH_FORWARD, cpu_kernels.FLASH_BACKWARD)
 

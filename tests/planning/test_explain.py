@@ -374,7 +374,7 @@ def test_show_mask_without_the_tensors_draws_positions_alone(tmp_path: Path) -> 
 def test_show_mask_asks_for_tensors_that_its_bounds_read() -> None:
     limits = weft.tensor("limits", 1, int)
     variant = weft.Attention(mask=kv_pos < limits[batch], name="lengths")
-    with pytest.raises(weft.WeftError, match="lengths: show_mask: missing the operand limits; pass limits=..."):
+    with pytest.raises(weft.WeftError, match="lengths: show_mask: limits: missing; pass limits=..."):
         variant.show_mask(64, 64)
     assert "2 empty, 2 edge ▒, 0 full" in variant.show_mask(64, 64, block_q=32, block_kv=32, limits=torch.tensor([20]))
 

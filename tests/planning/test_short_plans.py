@@ -15,8 +15,9 @@ from weft.compiler.planning.machines import hardware
 from weft.compiler.planning.machines.hardware import H200
 from weft.compiler.planning.schedule import Schedule
 from weft.compiler.planning.signature import MOST_OF_A_SHORT_CALL, is_short_call
-from weft.runtime import build, driver, tuned
-from weft.runtime.variant import forget
+from weft.runtime import build, driver
+from weft.runtime.run.variant import forget
+from weft.runtime.store import tuned
 
 CAUSAL = weft.Attention(mask=masks.causal, name="short_causal")
 FULL = weft.Attention(name="short_full")

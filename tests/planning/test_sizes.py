@@ -11,8 +11,8 @@ import torch
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
-from weft.runtime import sizes
 from weft.runtime.call import Call, Choices, Dense, Lengths, Packed, PackedPaged, Paged
+from weft.runtime.check import sizes
 
 window, shift = weft.scalar("window", int), weft.tensor("shift", 1)
 RECENT = weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="sizes_recent")

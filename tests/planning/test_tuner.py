@@ -30,9 +30,9 @@ from weft.compiler.planning.signature import LengthClass, class_of, in_words
 from weft.compiler.planning.tuner import LEAST_ROUNDS, MOST_ROUNDS, Spread, Tuned, search
 from weft.ir.errors import WeftError
 from weft.runtime import driver
+from weft.runtime.run.variant import variant_of
 from weft.runtime.settings import settings
-from weft.runtime.tuned import FOLDER, TuneKey, forget, key_of, remember, remembered
-from weft.runtime.variant import variant_of
+from weft.runtime.store.tuned import FOLDER, TuneKey, forget, key_of, remember, remembered
 
 SHAPE = Shape(2, 8, 2, 1024, 1024, 128, 128)
 START = chosen(SHAPE, H200, "triton")
@@ -204,7 +204,7 @@ def test_another_key_remembers_nothing() -> None:
 
 @pytest.mark.parametrize("part", ["generator", "triton", "torch"])
 def test_another_version_remembers_nothing(part, monkeypatch) -> None:
-    from weft.runtime import tuned
+    from weft.runtime.store import tuned
 
     remember(KEY, HERE, found_by_search)
     monkeypatch.setattr(tuned, "TuneKey", lambda *known: TuneKey(*known, **{part: "other"}))
@@ -335,8 +335,8 @@ def launched_by(call: Callable[[], object], variant: weft.Attention, monkeypatch
             CpuLauncher, "__call__", lambda self, *rest: told(lambda *given: run(self, *given), self)(*rest)
         )
         for ready in (*prepared._forwards.values(), *prepared._backwards.values()):
-            for name in ("direct", "backward_of"):
-                patched.setattr(ready.launcher, name, told(getattr(ready.launcher, name), ready.launcher))
+            ways = ready.launcher.fast
+            patched.setattr(ready.launcher, "fast", ways._replace(direct=told(ways.direct, ready.launcher)))
         call()
     return launched
 
@@ -524,9 +524,9 @@ def test_what_cannot_be_tuned() -> None:
     window, table = weft.scalar("window", int), weft.tensor("table", 1)
     with pytest.raises(WeftError, match="tune: expected a variant without latent attention"):
         tuning.tune(weft.Attention(latent=weft.Latent(rank=64, rope=16)), SMALL, {})
-    with pytest.raises(WeftError, match="table: missing values of window"):
+    with pytest.raises(WeftError, match="window: missing; pass window=..., which `table"):
         tuning.tune(weft.Attention(weft.score + table[weft.kv_pos + window]), SMALL, {})
-    with pytest.raises(WeftError, match="tune: missing values of window"):
+    with pytest.raises(WeftError, match="tune: window: missing; pass window="):
         tuning.tune(weft.Attention(mask=weft.q_pos - weft.kv_pos < window), SMALL, {})
 
 

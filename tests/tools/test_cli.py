@@ -22,7 +22,8 @@ from weft.cli import main
 from weft.compiler.planning.machines.hardware import usable_cores
 from weft.drawn import drawn_operands
 from weft.request import ranges_of
-from weft.runtime import cache, driver
+from weft.runtime import driver
+from weft.runtime.store import modules, prune
 
 LOCAL = ["--score", "20.0 * tanh(score / 20.0)", "--mask", "(kv_pos <= q_pos) & (q_pos - kv_pos < window)"]
 LOCAL += ["--scalar", "window:int", "--set", "window=64"]
@@ -160,9 +161,9 @@ def test_cache_commands(tmp_path: Path) -> None:
 
 
 def test_cache_list_in_a_pipe_is_a_line_an_entry(tmp_path: Path) -> None:
-    long = cache.Key("a_name_that_is_long_enough_" * 4, "flash_forward", "cpu", "d16", "text", "flash")
+    long = modules.Key("a_name_that_is_long_enough_" * 4, "flash_forward", "cpu", "d16", "text", "flash")
     for key in (long, replace(long, torch="0.4"), replace(long, name="torn")):
-        cache.load_or_build(key, lambda: "answer = 42\n")
+        modules.load_or_build(key, lambda: "answer = 42\n")
     (tmp_path / "cache" / replace(long, name="torn").folder / "source.py").write_text("half")
     rows = {row[0]: row for row in (line.split("\t") for line in succeeds("cache", "list").splitlines())}
     assert rows.keys() == {key.folder for key in (long, replace(long, torch="0.4"), replace(long, name="torn"))}
@@ -200,9 +201,9 @@ def test_cache_list_gives_the_name_of_an_edit(
 
 
 def test_cache_prune(tmp_path: Path, on_a_terminal: None) -> None:
-    key = cache.Key("v", "forward", "cpu", "d16", "text", "flash")
+    key = modules.Key("v", "forward", "cpu", "d16", "text", "flash")
     for made in (key, replace(key, name="old", torch="0.4"), replace(key, name="torn")):
-        cache.load_or_build(made, lambda: "answer = 42\n")
+        modules.load_or_build(made, lambda: "answer = 42\n")
     (tmp_path / "cache" / replace(key, name="torn").folder / "source.py").write_text("half")
     listed = succeeds("cache", "list")
     for name, state in (
@@ -315,7 +316,7 @@ def test_a_pipe_that_closes_is_no_mistake() -> None:
 @pytest.mark.usefixtures("interruptible")
 def test_control_c_ends_without_a_traceback() -> None:
     waits = (
-        "import sys, weft.cli as c; c.cache.entries = lambda: (print('here', flush=True), c.time.sleep(60)); c.main()"
+        "import sys, weft.cli as c; c.prune.entries = lambda: (print('here', flush=True), c.time.sleep(60)); c.main()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", waits, "cache", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -398,7 +399,7 @@ def test_what_takes_long_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             ["--score", "score + t[q_pos]", "--tensor", "t:1", "--set", "t=3"],
-            "--set: t: expected a tensor of float, got int",
+            "--set: t: expected a tensor of float with 1 dimension, got int",
         ),
         (
             ["--mask", "True", "--head-dim", "320"],
@@ -525,7 +526,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
     def refused(*_: object) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path / "cache" / "x"))
 
-    monkeypatch.setattr(cache, "entries", refused)
+    monkeypatch.setattr(prune, "entries", refused)
     assert re.search(r"Error: \S+cache/x: Permission denied", fails("cache", "list"))
 
 

@@ -155,7 +155,7 @@ def test_masks_draw_themselves() -> None:
         (lambda: masks.causal.show_mask(0, 8), "visible: show_mask: q_len: expected an int of at least 1, got 0"),
         (lambda: masks.causal.show_mask("8", 8), "visible: show_mask: q_len: expected an int of at least 1, got '8'"),
         (lambda: masks.causal.show_mask(8, 8, window=3), "visible: window: unknown operand or option"),
-        (lambda: masks.sliding_window(WINDOW).show_mask(8, 8), "missing the operand window; pass window=..."),
+        (lambda: masks.sliding_window(WINDOW).show_mask(8, 8), "window: missing; pass window=..."),
         (
             lambda: (score > 0).show_mask(8, 8),
             r"visible .*mask: `score` cannot be used inside a mask; use where",

@@ -88,6 +88,22 @@ def test_what_gluon_targets_share_names_none_of_them() -> None:
     assert shared and not any(re.search(rf"\b({named})\b", path.read_text().lower()) for path in shared)
 
 
+@pytest.mark.parametrize("room", ["api", "runtime"])
+def test_what_uses_targets_names_none_of_them(room: str) -> None:
+    """What one is told from others by is in its record. Devices have such names too: "cpu" may be one."""
+    names = "|".join(target.name for target in targets.targets())
+    compared = rf"""(target|\.name) *(==|!=|in|not in) *[(\[{{]?["'](?:{names})["']"""
+    asked = rf"""target_named\(["']|["'](?:{names})["'] *(==|!=|in\b) *target|isinstance\([^)]*(Target|Launcher)\b"""
+    assert [*places(room, compared), *places(room, asked)] == []
+
+
+def test_stores_have_one_writer() -> None:
+    """And one lock, and one way to ask for the version of a package."""
+    wrote = [p for room in ("runtime", "api") for p in places(room, r"os\.(replace|O_CREAT)|mkstemp|FileLock\(")]
+    wrote += places("runtime", r"importlib\.metadata")
+    assert {place.split(":")[0] for place in wrote} == {"runtime/store/files.py"}
+
+
 def test_nothing_outside_targets_asks_for_the_class_of_a_form() -> None:
     own = [place for room in ("compiler", "runtime", "api") for place in places(room, r"isinstance\([^)]*Form\b")]
     assert own == []
@@ -119,7 +135,7 @@ def test_kernels_of_one_name_differ_by_their_ids() -> None:
     rooms = (forward, backward, statistics)
     records = [record for room in rooms for record in vars(room).values() if hasattr(record, "id")]
     ids = {record.id for record in records}
-    assert len(ids) == len(set(map(id, records))) and KernelId("hopper", "flash_backward", "drawn") in ids
+    assert len(ids) == len(set(map(id, records))) and KernelId("hopper", "flash_backward", "first stored") in ids
     assert hopper.__doc__ and triton.__doc__ and cpu.__doc__
 
 
@@ -206,10 +222,11 @@ def test_a_kernel_from_outside_measures_masks_as_others_do(outside: Outside) -> 
 
 # -- a Gluon target ----------------------------------------------------------------------------------------------------
 TEMPLATE = '''"""{{ name }}, by warps of two kinds."""
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
 
 ROWS = gl.constexpr({{ form.block_q }})
 BLOCK_KV = gl.constexpr({{ form.block_kv }})

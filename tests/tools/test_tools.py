@@ -33,7 +33,7 @@ def test_build_says_of_each_job_what_became_of_it(monkeypatch: pytest.MonkeyPatc
 def test_calibrate_keeps_what_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
     monkeypatch.setattr("weft.calibration.calibrate", lambda device: f"figures of {device}")
-    monkeypatch.setattr("weft.runtime.calibrated.write", lambda found, path: kept.append((found, path)))
+    monkeypatch.setattr("weft.runtime.store.calibrated.write", lambda found, path: kept.append((found, path)))
     assert weft.calibrate("cpu", tmp_path / "mine.json") == "figures of cpu"
     assert kept == [("figures of cpu", tmp_path / "mine.json")]
     with pytest.raises(weft.WeftError, match="calibrate: path: .*none is no folder"):

@@ -20,7 +20,7 @@ from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments, segments_of
 from ....compiler.planning.signature import Direction, Signature, Widths
 from ....compiler.planning.sources import not_in_order
-from ....compiler.planning.target import CallTensors, Launcher, Printing
+from ....compiler.planning.target import CallTensors, Launcher, Planned, Printing, Said
 from ....ir.attention import Attention
 from ....ir.errors import InternalError, UnavailableError, WeftError
 from ....ir.expr import Expr, Load, Scalar, TensorOperand, call, symbol
@@ -30,6 +30,7 @@ from ... import at_once, products
 from ...dialects import is_uniform
 from ...functions import TORCH_LANGUAGE, surveyed_by_torch
 from ...launch.allocating import keep_tiles_at_hand
+from ...launch.fast.own import axes_of_mask
 from ...loader import load
 from ...normalizers import lacks
 from ...products import one_dnn_linear, own_attention, own_backward
@@ -39,18 +40,25 @@ from .choice import USUAL, cpu_forms
 from .forms import CpuForm
 from .kernels import FLASH_BACKWARD, FLASH_FORWARD
 from .launcher import CpuLauncher
-from .own import axes_of_mask
+from .words import OwnKernel, said
 
 COMPUTED = HALVES | {FP32.name, FP64.name}
 
 
 class CpuTarget:
     name = measured_by = "cpu"
-    by_name_only = False
-    partial = False
+    by_name_only = interprets = partial = False
+    serves = "cpu"
     language = TORCH_LANGUAGE
     family = "cpu"
     printing = Printing(adds=True)
+
+    def remarks(self, code: CodePlan, facts: Facts) -> Sequence[str]:
+        return ()
+
+    def says(self, call: Planned) -> Said:
+        known = computes_whole, short_heads, heads_with_mask, mask_numbers, keeps_weights, kind_of_mask
+        return said(call, OwnKernel(*known))
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
         if algorithm != "flash":

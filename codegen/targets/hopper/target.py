@@ -3,7 +3,7 @@ split_kv of latent caches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +20,7 @@ from ....compiler.planning.plan import CodePlan, KernelCode
 from ....compiler.planning.records import Segment, Shape
 from ....compiler.planning.segments import Segments, segments_of
 from ....compiler.planning.signature import Direction, Signature, Widths
-from ....compiler.planning.target import CallTensors, Launcher, Printing
+from ....compiler.planning.target import CallTensors, Launcher, Planned, Printing, Said
 from ....ir.attention import Attention
 from ....ir.errors import InternalError, WeftError, counted
 from ...functions import GLUON_LANGUAGE
@@ -67,11 +67,18 @@ _LENDER = TritonTarget()  # of kernels that run beside those of a backward
 class HopperTarget:
     name = "hopper"
     measured_by = "triton"
-    by_name_only = False
+    by_name_only = interprets = False
+    serves = ""
     partial = True
     language = GLUON_LANGUAGE
     family = "hopper"
     printing = Printing("apart", visits_empty=True, narrow_columns=paces.NARROW, splits_tables=True)
+
+    def remarks(self, code: CodePlan, facts: Facts) -> Sequence[str]:
+        return (*_many_rows(code), *_boxes(facts, code))
+
+    def says(self, call: Planned) -> Said:
+        return Said()
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
         if algorithm == "split_kv" and signature.direction == "forward" and signature.widths.value_is_key:
@@ -223,3 +230,30 @@ def _key_segments(widths: Widths) -> tuple[Segment, ...]:
         )
         for piece in key_pieces(piecewise(widths.head_dim), widths)
     )
+
+
+def _many_rows(code: CodePlan) -> Iterator[str]:
+    """How a schedule for few queries computes many, since the target has no other."""
+    if code.schedule.algorithm == "split_kv" and not code.signature.few_queries:
+        how = (
+            "programs that run at once have equal shares of the keys that all rows see"
+            if code.signature.sequences.rows.packed
+            else "a program has all keys of a tile of rows, or a part of them where tiles of rows are few"
+        )
+        yield f"many queries of a latent cache are computed by split_kv too, which hopper has alone: {how}"
+
+
+def _boxes(facts: Facts, code: CodePlan) -> Iterator[str]:
+    """How what pairs read is read: tiles of it may be brought."""
+    read = facts.boxed_read
+    if read is None:
+        return
+    if code.brings_boxes:
+        yield f"tiles of {read} are brought to SRAM with keys"
+    elif code.signature.boxed:
+        yield f"{read} is read pair by pair: tiles of it have no room in SRAM beside those of keys and values"
+    else:
+        yield (
+            f"{read} is read pair by pair: tiles of it want 16 or 32 bits an entry, and an address and strides that "
+            "are multiples of 16 bytes, that of the last dimension 1"
+        )

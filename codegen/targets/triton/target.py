@@ -24,7 +24,7 @@ from ....compiler.planning.plan import CodePlan, KernelCode
 from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments, segments_of
 from ....compiler.planning.signature import Direction, Signature, Widths
-from ....compiler.planning.target import CallTensors, Launcher, Printing
+from ....compiler.planning.target import CallTensors, Launcher, Planned, Printing, Said
 from ....ir.attention import Attention
 from ....ir.errors import WeftError
 from ....ir.walk import symbols
@@ -76,12 +76,18 @@ def has_triton() -> bool:
 
 class TritonTarget:
     name = measured_by = "triton"
-    by_name_only = False
-    partial = False
+    by_name_only = partial = False
+    serves = "cuda"
     language = TRITON_LANGUAGE
     family = "triton"
     printing = Printing(joins_sink=True)
     interprets = False
+
+    def remarks(self, code: CodePlan, facts: Facts) -> Sequence[str]:
+        return ()
+
+    def says(self, call: Planned) -> Said:
+        return Said()
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
         own, wanted = [k for k in KERNELS[algorithm] if k.direction == signature.direction], signature.wanted
@@ -272,8 +278,11 @@ class TritonTarget:
 
 class InterpretTarget(TritonTarget):
     name = measured_by = "interpret"
-    by_name_only = True
-    interprets = True
+    by_name_only = interprets = True
+    serves = ""
+
+    def remarks(self, code: CodePlan, facts: Facts) -> Sequence[str]:
+        return ("the interpreter is for debugging: times are of such work in compiled code, not of its steps",)
 
     def supports(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
         if signature.arch != "cpu":

@@ -31,7 +31,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from ....ir.errors import WeftError
+from ....ir.errors import Problem, WeftError, shown
 from ..dtypes import dtype_named
 from .rates import KIB, MIB, Calibration, CpuRates, GpuRates, Machine, guessed_rates
 
@@ -87,7 +87,8 @@ class Hardware:
             if name == units:
                 return flops
         known = ", ".join(name for name, _ in self.peaks)
-        raise WeftError(f"hardware: {self.title} has no peak of {units} products; its record has {known}")
+        what = f"{self.title} has no peak of {units} products; its record has {known}"
+        raise WeftError.of("hardware", Problem(option="device", what=what, named=True))
 
     @property
     def words(self) -> frozenset[str]:
@@ -267,7 +268,8 @@ def by_name(name: str) -> Hardware:
         return for_device("cpu")
     record = next((r for r in (*KNOWN.values(), *BOARDS) if r.name == wanted), None)
     if record is None:
-        raise WeftError(f"hardware: expected one of {', '.join(NAMES)}, got {name!r}")
+        expected = f"one of {', '.join(NAMES)}"
+        raise WeftError.of("hardware", Problem(option="device", expected=expected, got=shown(name), named=True))
     return record
 
 

@@ -1,0 +1,108 @@
+"""Both forms of latent attention (DeepSeek-V2, arXiv 2405.04434): the same numbers, computed in two orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compiler.planning.latent_forms import cheaper_form
+from .compiler.planning.records import Shape
+from .internals import Internals, Main, Result, autocast, dequantized
+from .ir.attention import Attention as Declaration
+from .ir.errors import Problem, WeftError
+from .runtime import descales
+from .runtime.call import sequences_of
+from .runtime.check.operands import check_absorbed
+from .runtime.check.sequences import checked
+from .runtime.check.tensors import check_latent
+from .runtime.options import CallOptions, Form
+from .runtime.rows import cleared
+
+
+def attended(
+    attention: Declaration, run: Callable[..., Result], main: Main, options: CallOptions, operands: Mapping[str, Any]
+) -> Result:
+    """The form that is asked for, else the cheaper one. run: computes attention that is not latent."""
+    assert attention.latent is not None
+    query, cache, value, _ = main
+    uk, uv, form = options.uk, options.uv, options.form
+    if value is not None:
+        what, how = "latent attention takes query and cache only", "its values come from the cache"
+        raise WeftError.of(str(attention.name), Problem(operand="value", what=what, next_step=how))
+    query, cache = autocast(query, cache)
+    if uk is not None and uv is not None:
+        uk, uv = autocast(uk, uv)
+    paged = options.block_table is not None
+    check_latent(attention, query, cache, uk, uv, paged)
+    if uk is None or uv is None:
+        if form == "expanded":
+            what = "form='expanded' needs uk and uv"
+            raise WeftError.of(str(attention.name), Problem(option="form", what=what, named=True))
+        return run(query, cache, None, None, options, operands)
+    if paged:
+        check_absorbed(attention, form, (query, cache, uk, uv))
+        form = "absorbed"
+    if form is None and cache.dtype in descales.FP8:
+        form = "absorbed"  # which reads the cache as it is
+    form = form or latent_form(attention, query, cache, uk, uv, operands)
+    if form == "expanded":
+        return _expanded(attention, run, (query, cache, uk, uv), options, operands)
+    # a product a head, of all batch rows: by rows, copies of uk and uv would be made
+    nope = query.shape[3] - attention.latent.rope
+    absorbed = torch.cat([torch.einsum("bhln,hrn->bhlr", query[..., :nope], uk), query[..., nope:]], dim=-1)
+    result = run(absorbed, cache, None, None, options, operands, head_dim=query.shape[3])
+    if isinstance(result, tuple):
+        out, lse = result
+        return torch.einsum("bhlr,hrd->bhld", out, uv), lse
+    return torch.einsum("bhlr,hrd->bhld", result, uv)
+
+
+def _expanded(
+    attention: Declaration, run: Callable[..., Result], given: tuple[Tensor, Tensor, Tensor, Tensor],
+    options: CallOptions, operands: Mapping[str, Any],
+) -> Result:  # fmt: skip
+    """Latent attention with keys and values of all heads."""
+    assert attention.latent is not None
+    query, cache, uk, uv = given
+    if cache.dtype in descales.FP8:
+        real, options, _ = dequantized(str(attention.name), Main(query, cache), options, query.dtype)
+        cache = real.key
+    if options.are_ragged:  # what lies behind a length must not reach gradients of uk and uv
+        sequences = sequences_of(checked(str(attention.name), query, cache, options))
+        cache = cleared(cache, sequences, query)  # type: ignore[arg-type]
+    rank = attention.latent.rank
+    latent, rope = cache[..., :rank], cache[..., rank:] if attention.latent.rope else None
+    # one product of all heads, [B, T, rank] by [rank, H * width]: by heads, copies of the cache would be made
+    key, value = (torch.einsum("btr,hrd->bhtd", latent[:, 0], w) for w in (uk, uv))
+    return run(query, key, value, rope, options, operands)
+
+
+def is_absorbed(attention: Declaration, own: Internals, query: Tensor, cache: Tensor, options: CallOptions) -> bool:
+    """Whether shapes are those of a latent query and its cache, contiguous or in pages, and nothing is traced."""
+    if attention.scale is None or torch.compiler.is_compiling():
+        return False
+    try:
+        (batches, _, _, width), (others, heads, _, columns) = query.shape, cache.shape
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+    return (
+        width == columns == own.latent_width and heads == 1 and (batches == others or options.block_table is not None)
+    )
+
+
+def latent_form(
+    attention: Declaration, query: Tensor, cache: Tensor, uk: Tensor, uv: Tensor, operands: Mapping[str, Any]
+) -> Form:
+    """The form of a call: expanded wherever gradients are wanted, else the cheaper one."""
+    if torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in (query, cache, uk, uv, *operands.values())
+    ):
+        return "expanded"
+    sizes = Shape(
+        query.shape[0], query.shape[1], query.shape[1], query.shape[2], cache.shape[2], query.shape[3], uv.shape[2]
+    )
+    assert attention.latent is not None
+    return cheaper_form(attention.latent, sizes)
