@@ -68,7 +68,7 @@ def _expanded(
     assert attention.latent is not None
     query, cache, uk, uv = given
     if cache.dtype in descales.FP8:
-        real, options, _ = dequantized(str(attention.name), Main(query, cache), options, query.dtype)
+        real, options, _ = dequantized(str(attention.name), Main(query, cache, None), options, query.dtype)
         cache = real.key
     if options.are_ragged:  # what lies behind a length must not reach gradients of uk and uv
         sequences = sequences_of(checked(str(attention.name), query, cache, options))

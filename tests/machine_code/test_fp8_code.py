@@ -19,7 +19,8 @@ from weft.runtime.call import Call, Choices, Dense, Lengths, Packed, Paged
 from weft.runtime.descales import OF, read_by_kernels
 from weft.runtime.driver import compile_kernels
 from weft.runtime.options import PLAIN
-from weft.runtime.variant import variant_of
+from weft.runtime.run.key import signature_of_call
+from weft.runtime.run.variant import variant_of
 
 from . import ahead
 
@@ -54,7 +55,7 @@ def compiled(
         "paged": Paged(None, lens[1:], torch.zeros(1, 4, dtype=torch.int32), 64, None),
     }  # fmt: skip
     call = Call(main["query"], main["key"], main["value"], None, {}, kinds[sequences], Choices(), width, read)
-    signature = replace(variant_of(variant).signature("forward", call), arch=machine.arch)
+    signature = replace(signature_of_call(facts_of(variant), "forward", call), arch=machine.arch)
     out, lse = (p.beside(call.query) for p in variant_of(variant).forward_places(*[*main.values()], call.choices))
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
         made = compile_kernels(variant, signature, machine, "triton", schedule)
