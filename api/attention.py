@@ -21,7 +21,7 @@ from .internals import Internals, Main, Result, autocast
 from .ir import parse
 from .ir.attention import SEED
 from .ir.attention import Attention as Declaration
-from .ir.errors import WeftError
+from .ir.errors import Problem, WeftError
 from .ir.philox import drawn_seed
 from .nested import are_jagged, lengths_given_twice, packed
 from .runtime import options as call_options
@@ -129,9 +129,8 @@ class Attention(Methods, Declaration):
 
     def _check_lse(self) -> None:
         if not self._internals.has_lse:
-            raise WeftError(
-                f"{self.name}: return_lse: the normalizer {self.normalizer} has no log-sum-exp; leave return_lse=False"
-            )
+            what, how = f"the normalizer {self.normalizer} has no log-sum-exp", "leave return_lse=False"
+            raise WeftError.of(str(self.name), Problem(option="return_lse", what=what, next_step=how))
 
     def _run(
         self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, options: CallOptions,

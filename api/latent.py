@@ -12,7 +12,7 @@ from .compiler.planning.latent_forms import cheaper_form
 from .compiler.planning.records import Shape
 from .internals import Internals, Main, Result, autocast
 from .ir.attention import Attention as Declaration
-from .ir.errors import WeftError
+from .ir.errors import Problem, WeftError
 from .runtime.call import sequences_of
 from .runtime.check.operands import check_absorbed
 from .runtime.check.sequences import checked
@@ -29,9 +29,8 @@ def attended(
     query, cache, value, _ = main
     uk, uv, form = options.uk, options.uv, options.form
     if value is not None:
-        raise WeftError(
-            f"{attention.name}: value: latent attention takes query and cache only; its values come from the cache"
-        )
+        what, how = "latent attention takes query and cache only", "its values come from the cache"
+        raise WeftError.of(str(attention.name), Problem(operand="value", what=what, next_step=how))
     query, cache = autocast(query, cache)
     if uk is not None and uv is not None:
         uk, uv = autocast(uk, uv)
@@ -39,7 +38,8 @@ def attended(
     check_latent(attention, query, cache, uk, uv, paged)
     if uk is None or uv is None:
         if form == "expanded":
-            raise WeftError(f"{attention.name}: form='expanded' needs uk and uv")
+            what = "form='expanded' needs uk and uv"
+            raise WeftError.of(str(attention.name), Problem(option="form", what=what, named=True))
         return run(query, cache, None, None, options, operands)
     if paged:
         check_absorbed(attention, form, (query, cache, uk, uv))

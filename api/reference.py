@@ -14,7 +14,7 @@ from .nested import are_jagged, lengths_given_twice, packed
 from .runtime.call import Lengths, Packed, PackedPaged, Pages, sequences_of
 from .runtime.check.operands import as_number, check_no_latent, check_operands, check_q_offset
 from .runtime.check.sequences import checked
-from .runtime.check.tensors import check_latent, check_tensors
+from .runtime.check.tensors import check_latent, check_tensors, known_memory_problems
 from .runtime.check.values import check_contents, check_reads
 from .runtime.options import CallOptions
 from .runtime.pages import gathered, packed_of_pages
@@ -57,7 +57,8 @@ def defined(
         head_dim = query.shape[3]
     operands = {name: as_number(given, dict(own.numbers).get(name)) for name, given in operands.items()}
     operands = own.read(operands)
-    check_operands(attention, operands, query.device, dtype=query.dtype)
+    named = {"query": query, "key": key, "value": value, **operands}
+    check_operands(attention, operands, query.device, known_memory_problems(named), query.dtype)
     if q_offset is not None:
         q_offset = as_number(q_offset, int)
         if not options.are_ragged:

@@ -33,7 +33,8 @@ class Printed:
 
     name: str  # its name, for the docstring
     functions: str  # what kernels call of it, as text: score, mask, tiles to visit, derivatives
-    env: str  # the arguments that each of these functions ends with
+    env: str  # the arguments that each of these functions ends with: on a GPU "here"
+    here: str  # what that is, made of names that kernels have; "" on a CPU
     params: str  # names of what carries operands, "arg_window, arg_slopes, s0_slopes", or ""
 
 
@@ -51,7 +52,7 @@ class Variant:
     tables: bool  # the score reads tables by distance
     apart: str  # the first argument of functions that read by distance, "q_offset + q_first - kv_first, "; or ""
     drops: bool  # weights are dropped after the sums of rows
-    dropout_arguments: str  # what dropout_of takes on a GPU
+    dropout_arguments: tuple[str, ...]  # names of what dropout_of takes on a GPU
 
 
 @dataclass(frozen=True)

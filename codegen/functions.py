@@ -29,6 +29,7 @@ from .dialects import GLUON, TORCH, TRITON, Dialect, Printer, axes
 
 LOG2_E = math.log2(math.e)
 _USUAL_SCALE = call("rsqrt", symbol("head_dim"))
+HERE = "here"  # what functions on a GPU are told of the head that a tile is of, and operands
 BY_PAIR = "by_pair"  # what each pair reads, where a tile of it lies in SRAM
 SYMBOL_ARGUMENTS = ("batch", "head", "kv_head", "group", "q_len", "kv_len", "head_dim")
 
@@ -98,8 +99,25 @@ class FunctionPrinter:
 
     @property
     def env(self) -> str:
-        names = parameter_names(self.facts.attention, self.language.is_gpu, self.tables)
-        return ", ".join((*SYMBOL_ARGUMENTS, *names))
+        """The arguments that each function ends with: on a GPU one, which has the others by their names."""
+        return HERE if self.language.is_gpu else ", ".join(self.known)
+
+    @property
+    def here(self) -> str:
+        """On a GPU: that argument, of the names that kernels have."""
+        if not self.language.is_gpu:
+            return ""
+        line = f"Here({', '.join(self.known)})"
+        if len(line) <= 100:
+            return line
+        return (
+            f"Here(\n{textwrap.fill(', '.join(self.known), 110, initial_indent='    ', subsequent_indent='    ')},\n)"
+        )
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """What each function is told, by name."""
+        return *SYMBOL_ARGUMENTS, *parameter_names(self.facts.attention, self.language.is_gpu, self.tables)
 
     @property
     def parts(self) -> tuple[ByDistance, ...]:
@@ -279,14 +297,14 @@ class FunctionPrinter:
         else:
             kept = f"pairs_kept(arg_{attention.dropout.name})"
         title = f"The seed of this call, and how many of {ALL_KEPT} pairs are kept."
-        given = self.dropout_arguments if self.language.is_gpu else self.env
+        given = ", ".join(self.dropout_arguments) if self.language.is_gpu else self.env
         return [self._function(f"dropout_of({given})", title, [f"return {seed}, {kept}"])]
 
     @property
-    def dropout_arguments(self) -> str:
-        """What dropout_of takes on a GPU."""
+    def dropout_arguments(self) -> tuple[str, ...]:
+        """Names of what dropout_of takes on a GPU."""
         rate = self.facts.attention.dropout
-        return ", ".join([*([f"arg_{rate.name}"] if isinstance(rate, Scalar) else []), f"arg_{SEED.name}"])
+        return *((f"arg_{rate.name}",) if isinstance(rate, Scalar) else ()), f"arg_{SEED.name}"
 
     def elementwise(
         self, name: str, value: Expr, title: str, tile: bool = True, qk: bool = True, parts: str = "",
@@ -344,14 +362,15 @@ class FunctionPrinter:
         """value<n>: what a table holds at each distance; index<n>: an index of what pairs read there."""
         named = [(f"value{n}", table.value, str(table.part)) for n, table in enumerate(self.tables)]
         named += [(f"index{n}", index, str(index)) for n, index in enumerate(indices)]
-        own, parts = replace(self, tables=()), []
+        own = replace(self, tables=())
+        parts = []
         extents = "".join(f"{name}, " for name in self.extents_with(indices))
         for number, (name, value, text) in enumerate(named):
             lines, printer, (result,) = self._assigned([rewrite(value, _within)], self._table_printer(number))
             lines.append(f"return {printer(result)}")
             title = f"Of distance = q_pos - kv_pos: {text}. Reads stay in their tensors."
-            parts.append(self._function(f"{name}({DISTANCE}, {extents}{own.env})", title, lines))
-        return self._join(parts)
+            parts.append(own._function(f"{name}({DISTANCE}, {extents}{own.env})", title, lines))
+        return own._join(parts)
 
     def extents_with(self, indices: Sequence[Expr] = ()) -> list[str]:
         """Names of the last index of each dimension of what tables, and these, read."""
@@ -478,10 +497,17 @@ class FunctionPrinter:
         printer = self._printer
         known = "least and greatest values" + (" and by blocks of pairs" if found.cells else "")
         title = f"Whether any pair of two tiles may be visible, and whether every pair is, by {known}."
-        arguments = [f"{axis}{n}_{end}" for axis, values in (("q", found.q_values), ("kv", found.kv_values))
-                     for n in range(len(values)) for end in ("low", "high")]  # fmt: skip
-        arguments += [f"cells{n}_{some}" for n in range(len(found.cells)) for some in ("any", "all")]
+        given = {
+            "q_ends": [f"q{n}_{end}" for n in range(len(found.q_values)) for end in ("low", "high")],
+            "kv_ends": [f"kv{n}_{end}" for n in range(len(found.kv_values)) for end in ("low", "high")],
+            "in_cells": [f"cells{n}_{some}" for n in range(len(found.cells)) for some in ("any", "all")],
+        }
+        given = {name: names for name, names in given.items() if names}
         lines = _returned([printer(found.possible), printer(found.certain)])
+        if self.language.is_gpu:  # each is a tuple
+            lines = [f"{', '.join(names)} = {name}" for name, names in given.items()] + lines
+            return self._function(f"pair({', '.join([*given, self.env])})", title, lines)
+        arguments = [name for names in given.values() for name in names]
         return self._function(f"pair({', '.join([*arguments, self.env])})", title, lines)
 
     def _widened(self, program: TileProgram, printer: Printer) -> list[str]:
@@ -529,13 +555,29 @@ class FunctionPrinter:
             wrapped = textwrap.fill(arguments[:-1], 110, initial_indent="    ", subsequent_indent="    ")
             head = f"def {name}(\n{wrapped},\n):"
         doc = textwrap.fill(f'"""{title}"""', 116, subsequent_indent="", break_long_words=False)
-        body = textwrap.indent("\n".join([doc, *lines]), "    ")
+        named = self._named(lines) if re.search(rf"\b{HERE}\b", signature) else []
+        body = textwrap.indent("\n".join([doc, *named, *lines]), "    ")
         decorator = f"{self.language.decorator}\n" if self.language.decorator else ""
         return f"{decorator}{head}\n{body}\n"
 
+    def _named(self, lines: list[str]) -> list[str]:
+        """Lines that take what others read out of `here`."""
+        read = set(re.findall(r"(?<![.\w])[A-Za-z_]\w*", re.sub(r"#.*", "", "\n".join(lines))))
+        return taken_from_here([name for name in self.known if name in read])
+
     def _join(self, parts: list[str]) -> str:
         text = "\n\n".join(parts)
-        return "\n\n".join([*self._helpers(text), text])
+        return "\n\n".join([*self._helpers(text), *([self._here()] if self.language.is_gpu else []), text])
+
+    def _here(self) -> str:
+        """The record of what functions are told."""
+        m = self.language.module
+        kinds = {"head_dim": f"{m}.constexpr"}
+        fields = "".join(f"    {name}: {kinds.get(name, f'{m}.tensor')}\n" for name in self.known)
+        return f'''class Here(NamedTuple):
+    """What functions of the variant are told: the head that a tile is of, and operands with their strides."""
+
+{fields}'''
 
     def _helpers(self, text: str) -> list[str]:
         """What the functions call: reads of ints, and the operators that the language lacks."""
@@ -554,6 +596,22 @@ class FunctionPrinter:
             operator.fast_helper if self.approximate and operator.helper not in _deciding(self.facts.attention) else ""
         )
         return (fast or operator.helper).format(jit=self.language.decorator, m=self.language.module)
+
+
+def taken_from_here(names: Sequence[str], width: int = 112) -> list[str]:
+    """Lines that give names of their own to what `here` has.
+
+    >>> taken_from_here(["head", "q_len"])
+    ['head, q_len = here.head, here.q_len']
+    """
+    lines: list[str] = []
+    some: list[str] = []
+    for name in [*names, ""]:
+        if some and (not name or 2 * len(", ".join([*some, name])) + 6 * (len(some) + 1) > width):
+            lines.append(f"{', '.join(some)} = {', '.join(f'{HERE}.{each}' for each in some)}")
+            some = []
+        some.append(name)
+    return lines
 
 
 def _deciding(attention: Attention) -> frozenset[str]:

@@ -17,6 +17,7 @@ from ..compiler.planning.target import Target
 from ..ir.errors import InternalError
 from .context import Comments, spread
 from .functions import FunctionPrinter
+from .lines import fitted
 from .loader import compiled, folders_of_templates
 from .stages import StageComments, wrapped
 from .subject import Subject, records_of
@@ -81,6 +82,6 @@ def _template(name: str) -> jinja2.Template:
 
 
 def _tidy(text: str) -> str:
-    """Blank lines as PEP 8 has them, and stages as comments."""
+    """Blank lines as PEP 8 has them, stages as comments, and lines that fit."""
     text = re.sub(r"[ \t]+\n", "\n", wrapped(text))
-    return re.sub(r"\n{4,}", "\n\n\n", text).strip() + "\n"
+    return fitted(re.sub(r"\n{4,}", "\n\n\n", text).strip() + "\n")

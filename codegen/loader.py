@@ -37,7 +37,7 @@ def load(path: Path, interpret: bool = False, source: str | None = None) -> Modu
 
 
 def register_templates(folder: Path) -> None:
-    """Find templates in another folder, too: parts of features, or kernels, of another package."""
+    """Find templates in another folder, too: kernels, features or sources of rows of another package."""
     _folders.append(folder)
 
 
@@ -94,7 +94,7 @@ def _execute(path: Path, text: str, digest: str, interpret: bool) -> ModuleType:
     # triton.jit asks inspect for the source of each kernel. An entry without a time stamp is never read again from
     # disk, so what is compiled is the text that was checked, also if the file is edited or gone.
     linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
-    sys.modules[module.__name__] = module  # dataclasses and Gluon's aggregates look their module up by name
+    sys.modules[module.__name__] = module  # dataclasses look their module up by name
     try:
         code = _of_file(compiled(text), str(path))
         if interpret:

@@ -97,7 +97,7 @@ def records_of(subject: Subject, functions: str) -> tuple[object, ...]:
 def printed(subject: Subject, functions: str) -> Printed:
     attention, language = subject.facts.attention, subject.target.language
     names = parameter_names(attention, language.is_gpu, subject.tables)
-    return Printed(str(attention.name), functions, subject.printer.env, ", ".join(names))
+    return Printed(str(attention.name), functions, subject.printer.env, subject.printer.here, ", ".join(names))
 
 
 def variant(subject: Subject) -> Variant:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import jinja2
 from jinja2.bccache import Bucket
 from jinja2.ext import Extension
 
-from ..compiler.planning.sources import kinds, parts_outside
 from ..ir.errors import InternalError
+from .functions import taken_from_here
 from .template_shelf import shelf
 
 _HOLE = re.compile(r"^([ \t]*):: ((?:.*\\\n)*.*)\n", re.MULTILINE)
@@ -23,7 +23,7 @@ _HOLE = re.compile(r"^([ \t]*):: ((?:.*\\\n)*.*)\n", re.MULTILINE)
 @lru_cache(maxsize=4)
 def environment(*folders: Path) -> jinja2.Environment:
     made = jinja2.Environment(
-        loader=jinja2.ChoiceLoader([jinja2.FileSystemLoader(folders), jinja2.FunctionLoader(_outside)]),
+        loader=jinja2.FileSystemLoader(folders),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -33,15 +33,8 @@ def environment(*folders: Path) -> jinja2.Environment:
         extensions=[LineHoles],
     )
     made.filters |= {"lines": lines, "listed": listed, "quoted": quoted, "complete": complete, "of_dtype": of_dtype}
+    made.filters |= {"tupled": tupled, "taken": taken, "from_here": from_here}
     return made
-
-
-def _outside(name: str) -> tuple[str, str, Callable[[], bool]] | None:
-    """A template part of a source of rows from outside the package, as it is now."""
-    if Path(name) not in parts_outside(kinds()):
-        return None
-    text = Path(name).read_text(encoding="utf-8")
-    return text, name, lambda: Path(name).read_text(encoding="utf-8") == text
 
 
 def lines(text: str, column: int) -> str:
@@ -76,6 +69,41 @@ def quoted(names: Iterable[str], width: int = 116) -> str:
     '"a", "b", "c",'
     """
     return listed([f'"{name.strip()}"' for entry in names for name in entry.split(",") if name.strip()], width)
+
+
+def tupled(names: Iterable[str]) -> str:
+    """A tuple, as one argument; "" where there are no names.
+
+    >>> tupled(["a", "", "b"]), tupled(["a"]), tupled([])
+    ('(a, b)', '(a,)', '')
+    """
+    found = [name for name in names if name]
+    return f"({', '.join(found)}{',' * (len(found) == 1 and ', ' not in found[0])})" if found else ""
+
+
+def taken(names: Iterable[str], source: str) -> str:
+    """Lines that take such an argument apart.
+
+    >>> taken(["a", "b"], "operands"), taken(["a"], "operands")
+    ('a, b = operands', '(a,) = operands')
+    """
+    whole = tupled(names)
+    if not whole:
+        return ""
+    line = f"{whole if whole.endswith(',)') else whole[1:-1]} = {source}"
+    if len(line) <= 100:
+        return line
+    rows = textwrap.indent(listed(whole[1:-1].split(", "), 100), "    ")
+    return f"(\n{rows}\n) = {source}"
+
+
+def from_here(names: Iterable[str]) -> str:
+    """Lines that take these out of `here`.
+
+    >>> from_here(["head", "q_len"])
+    'head, q_len = here.head, here.q_len'
+    """
+    return "\n".join(taken_from_here([*names]))
 
 
 def of_dtype(table: Mapping[str, Any], dtype: str) -> Any:

@@ -341,7 +341,7 @@ def sequences_of(options: CallOptions, page: int = 0) -> Sequences:
         return Lengths(q_lens, kv_lens, q_offset)
     if table is None and q_lens is kv_lens is None and cu_q is not None and cu_kv is not None:
         return Packed(cu_q.contiguous(), cu_kv.contiguous(), q_offset)
-    lacking = Problem(option="cu_seqlens_q" if cu_q is None else "cu_seqlens_kv", what="missing")
+    lacking = Problem(option="cu_seqlens_q" if cu_q is None else "cu_seqlens_kv", what="missing", next_step="pass both")
     raise WeftError.of("", mixed_problem(options) or lacking)
 
 

@@ -472,7 +472,8 @@ def _load(target: Target, entry: cache.Entry) -> ModuleType:
 def cache_key(attention: Attention, code: CodePlan) -> cache.Key:
     """Everything that the generated text depends on."""
     own = normalizers.digest(attention.normalizer) + sources.digest(code.signature.sequences)
-    own += digest_of_templates(f.part for k in code.own for f in k.kernel.features)
+    kind, features = code.signature.sequences, [f.part for k in code.own for f in k.kernel.features]
+    own += digest_of_templates([*features, kind.rows.template, kind.keys.template])
     return cache.Key(
         name=str(attention.name),
         kernel=f"{code.schedule.algorithm}_{code.signature.direction}",

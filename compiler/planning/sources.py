@@ -7,11 +7,10 @@ and ask for fields, never for a name. One more way that keys lie is a record tha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple
 
@@ -34,8 +33,8 @@ class Source:
     """How rows of one side lie. Texts are over names of a call (codegen/launch/binding.py)."""
 
     name: str
-    # templates/triton/sources has a file of this name; of a source from outside, the file itself
-    part: str | Path
+    # templates/triton/sources has a file of this name; of a source from outside, the name of its own template
+    part: str
     pointers: tuple[Pointer, ...] = ()
     room: str | None = None  # where sequences have lengths of their own: rows of a head in memory
     packed: bool = False  # one after the other in one batch row
@@ -76,7 +75,12 @@ class Source:
     @property
     def template(self) -> str:
         """The name of its part, as templates import it."""
-        return str(self.part) if isinstance(self.part, Path) else f"triton/sources/{self.part}.py.jinja"
+        return self.part if self.is_outside else f"triton/sources/{self.part}.py.jinja"
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether it is of another package."""
+        return self.part.endswith(".jinja")
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +135,7 @@ class SequenceKind:
     @cached_property
     def is_outside(self) -> bool:
         """Whether a source comes from outside, with text for the kernels of `triton` alone."""
-        return any(isinstance(source.part, Path) for source in (self.rows, self.keys))
+        return self.rows.is_outside or self.keys.is_outside
 
     @cached_property
     def alike(self) -> bool:
@@ -187,7 +191,8 @@ _kinds: dict[str, SequenceKind] = {}
 def register(source: RowSource | KeySource) -> None:
     """Take a source, and pair it with those of the other side that it goes with.
 
-    From outside the package too: then its part is a file. Kinds are found by `kind_of`.
+    From outside the package too: then its part is the name of a template, in a folder that codegen/loader.py knows.
+    Kinds are found by `kind_of`.
     """
     if source.name in (_KEYS if isinstance(source, KeySource) else _QUERIES):
         raise WeftError(f"sources: {source.name} is registered already")
@@ -228,16 +233,10 @@ def kind_of(rows: str, keys: str) -> SequenceKind:
     raise WeftError(f"sequences: no {rows} queries go with {keys} keys")
 
 
-def parts_outside(kinds: Iterable[SequenceKind]) -> list[Path]:
-    """Template parts of sources from outside the package."""
-    return [s.part for kind in kinds for s in (kind.rows, kind.keys) if isinstance(s.part, Path)]
-
-
 def digest(kind: SequenceKind) -> str:
-    """Of what sources from outside are made of: "" of those in the package, whose text has a digest with all of it."""
-    records = [repr(s) for s in (kind.rows, kind.keys) if isinstance(s.part, Path)]
-    texts = [*records, *(part.read_text() for part in parts_outside([kind]))]
-    return hashlib.sha256("".join(texts).encode()).hexdigest() if texts else ""
+    """Of the records of sources from outside: "" of those in the package, whose text has a digest with all of it."""
+    records = [repr(s) for s in (kind.rows, kind.keys) if s.is_outside]
+    return hashlib.sha256("".join(records).encode()).hexdigest() if records else ""
 
 
 for _own in (

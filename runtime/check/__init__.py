@@ -5,17 +5,19 @@ A list of problems answers yes or no, too: of a call that is sound nothing is ma
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from ...ir.attention import Attention
 from ...ir.errors import Problem, collected
-from ..call import Call, Dense
+from ..call import Call, Dense, length_options
 from .operands import offset_problems, operand_problems
 from .sequences import sequence_problems
-from .tensors import check_memory, tensor_problems, without_memory
+from .tensors import memory_problems, tensor_problems
 
 
 def fits(call: Call) -> bool:
     """Whether tensors fit each other: what may vary between calls that share what is prepared."""
-    return not (call_problems(call) or without_memory({**call.tensors, **call.operands}))
+    return not (call_problems(call) or _freed(call))
 
 
 def call_problems(call: Call) -> list[Problem]:
@@ -38,6 +40,15 @@ def check_call(attention: Attention, call: Call) -> None:
     the op without them.
     """
     problems = [*call_problems(call), *operand_problems(attention, call.operands, call.query.device)]
-    if problems:
+    if problems := problems or _freed(call):
         raise collected(str(attention.name), problems)
-    check_memory(str(attention.name), {**call.tensors, **call.operands})
+
+
+def _freed(call: Call) -> list[Problem]:
+    """Tensors of a call that have no memory."""
+    sequences = call.sequences
+    named: dict[str, object] = {**call.tensors, **call.operands}
+    named |= sequences.tensors if isinstance(sequences, Dense) else length_options(sequences)
+    if isinstance(sequences.q_offset, Tensor):
+        named["q_offset"] = sequences.q_offset
+    return memory_problems(named)

@@ -17,7 +17,7 @@ from ...ir.foreign import number_in, option_hint
 from ...ir.numbers import is_int, is_number
 from ..call import Call
 from ..options import check_values
-from .tensors import FLOATS, INTS, NO_PAGES, form_problem, place_problems, wrong
+from .tensors import FLOATS, INTS, NO_PAGES, form_problem, known_memory_problems, place_problems, wrong
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # of float32
 LARGEST_OFFSET = INT32_MAX // 2  # of q_offset, in size
@@ -189,12 +189,10 @@ def seed_of(name: str, seed: object, device: torch.device) -> Tensor | None:
     if seed is None:
         return None
     if isinstance(seed, Tensor):
-        if (
-            form_problem("seed", seed) is None
-            and seed.dtype == torch.int64
-            and seed.numel() == 1
-            and seed.device == device
-        ):
+        is_dense = form_problem("seed", seed) is None
+        if is_dense and seed.dtype == torch.int64 and seed.numel() == 1 and seed.device == device:
+            if seed.is_cpu and (problems := known_memory_problems({"seed": seed})):
+                raise collected(name, problems)
             return seed.reshape(1)
         problem = wrong("seed", either, f"{seed.dtype} {list(seed.shape)} on {seed.device}")
     elif not isinstance(number, torch.SymInt) and not is_int(number):

@@ -69,22 +69,24 @@ def check_ragged(name: str, query: Tensor, key: Tensor, sequences: Ragged) -> No
 
 def sequence_problems(query: Tensor, key: Tensor, sequences: Ragged) -> list[Problem]:
     """The same of a record."""
-    given = {n: t for n, t in length_options(sequences).items() if t is not None}
-    return ragged_problems(query, key, given, sequences.q_offset)
+    return ragged_problems(query, key, length_options(sequences), sequences.q_offset)
 
 
-def ragged_problems(query: Tensor, key: Tensor, given: Mapping[str, Tensor], q_offset: object = None) -> list[Problem]:
+def ragged_problems(
+    query: Tensor, key: Tensor, given: Mapping[str, Tensor | None], q_offset: object = None
+) -> list[Problem]:
     """given: what says where sequences lie, by name, of one kind."""
-    number, each, found = query.shape[0], "batch row", []
-    if starts := {n: t for n, t in given.items() if n in STARTS}:
-        if found := _starts_problems(query, key, starts, "block_table" in given):
+    number, each, found, table = query.shape[0], "batch row", [], given.get("block_table")
+    if "cu_seqlens_q" in given or "cu_seqlens_kv" in given:
+        starts = {n: t for n, t in given.items() if n in STARTS and t is not None}
+        if found := _starts_problems(query, key, starts, table is not None):
             return found  # how many sequences there are is not known
         number, each = next(iter(starts.values())).shape[0] - 1, "sequence of cu_seqlens_q"
     for label in LENS:
-        if label in given:
-            found += _lens_problems(query, label, given[label], number, each)
-    if "block_table" in given:
-        found += _table_problems(query, key, given["block_table"], number, each)
+        if (lens := given.get(label)) is not None:
+            found += _lens_problems(query, label, lens, number, each)
+    if table is not None:
+        found += _table_problems(query, key, table, number, each)
     return found or ([] if q_offset is None else offset_problems(q_offset, number, query.device))
 
 
@@ -115,7 +117,8 @@ def _starts_problems(query: Tensor, key: Tensor, starts: Mapping[str, Tensor], p
     for label, tensor in (("query", query),) if paged else (("query", query), ("key", key)):
         if tensor.shape[0] != 1:
             how = f"pass padded ones with q_lens={'' if paged else ' and kv_lens='}"
-            packed = "packed operands [1, heads, total, dim] with cu_seqlens_q"
+            packed = "packed queries [1, Hq, total, D]" if paged else "packed operands [1, heads, total, dim]"
+            packed += " with cu_seqlens_q"
             found.append(wrong(label, packed, list(tensor.shape), how))
     if not found and any(one.shape[0] != other.shape[0] for one, other in pairwise(starts.values())):
         got = ", ".join(f"{tensor.shape[0]} in {label}" for label, tensor in starts.items())
@@ -125,7 +128,7 @@ def _starts_problems(query: Tensor, key: Tensor, starts: Mapping[str, Tensor], p
 
 def _lens_problems(query: Tensor, label: str, tensor: Tensor, number: int, each: str) -> list[Problem]:
     """What lengths must be. number: of sequences; each: what one is in the call."""
-    if isinstance(tensor, Tensor) and tensor.dtype in _INTS and tensor.dim() == 1 and tensor.shape[0] == number:
+    if isinstance(tensor, Tensor) and tensor.dtype in _INTS and tensor.shape == (number,):
         return place_problems(label, tensor, query.device)
     kind = f"a tensor int32 or int64 [{number}]"
     return _kind_problems(query, label, tensor, kind, _INTS, 1) or [

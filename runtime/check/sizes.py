@@ -58,7 +58,7 @@ class SizeChecks:
 
     Most calls are within sizes that were proven before: lengths and batch up to a power of two, int scalars within one.
     Float scalars count as they are, and only where ints are made of them.
-    Offsets in a tensor count as numbers where their values are known (runtime/values.py). Elsewhere an index relies on
+    Offsets in a tensor count as numbers where their values are known (values.py). Elsewhere an index relies on
     the caller's promise, that positions stay inside the keys, and arithmetic on their 31 bits alone.
     """
 

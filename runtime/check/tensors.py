@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ...codegen.torch_private import is_traced
+from ...codegen.torch_private import is_traced, under_transform
 from ...compiler.planning.dtypes import named_by_torch
 from ...ir.attention import Attention
 from ...ir.errors import Problem, UnavailableError, collected, counted
@@ -94,41 +94,42 @@ def kind_problems(named: Mapping[str, Tensor]) -> list[Problem]:
     which the others are compared with: the query."""
     found = []
     query = next(iter(named.values()))
-    if query.dtype not in FLOATS:
-        how = "cast it, query.to(torch.float32)"
-        found.append(wrong("query", "bfloat16, float16 or float32", query.dtype, how))
+    dtype, device = query.dtype, query.device
+    if dtype not in FLOATS:
+        found.append(wrong("query", "bfloat16, float16 or float32", dtype, "cast it, query.to(torch.float32)"))
     for label, tensor in named.items():
-        if tensor.dtype != query.dtype:
+        if tensor is not query and tensor.dtype != dtype:
             how = f"cast one of them, {label}.to(query.dtype)"
-            found.append(wrong(label, f"dtype {query.dtype} as in query", tensor.dtype, how))
-        if tensor.device != query.device:
-            found += place_problems(label, tensor, query.device)
+            found.append(wrong(label, f"dtype {dtype} as in query", tensor.dtype, how))
+        if tensor is not query and tensor.device != device:
+            found += place_problems(label, tensor, device)
         if tensor.stride(3) != 1 and tensor.shape[3] > 1:
             got = f"strides {list(tensor.stride())}"
             found.append(wrong(label, "a contiguous last dimension", got, "call .contiguous()"))
     return found
 
 
-def without_memory(given: Mapping[str, object]) -> list[str]:
-    """The tensors whose storage was given back, `x.untyped_storage().resize_(0)`: kernels would read from 0 on."""
-    return [
-        n for n, t in given.items()
-        if isinstance(t, Tensor) and not t.is_meta and t.numel()
-        and t.data_ptr() == t.storage_offset() * t.element_size()
-    ]  # fmt: skip
+def memory_problems(given: Mapping[str, object]) -> list[Problem]:
+    """Tensors whose storage was given back, `x.untyped_storage().resize_(0)`: what reads them begins at address 0."""
+    found = []
+    for label, tensor in given.items():
+        if not isinstance(tensor, Tensor) or tensor.data_ptr() != tensor.storage_offset() * tensor.element_size():
+            continue
+        if tensor.is_meta or not tensor.numel():
+            continue
+        if hasattr(tensor, "to_local"):
+            how = "distribute the query too, or call on local tensors, x.to_local()"
+            found.append(wrong(label, "a plain tensor as query is", "a DTensor", how))
+        else:
+            got = "one whose storage was resized to 0 bytes, as sharding frees parameters"
+            how = "call before it is freed, or after it is filled again"
+            found.append(wrong(label, "a tensor with memory", got, how))
+    return found
 
 
-def check_memory(name: str, given: Mapping[str, object]) -> None:
-    """Raise WeftError for tensors without memory."""
-    empty = without_memory(given)
-    if not empty:
-        return
-    if shards := [n for n in empty if hasattr(given[n], "to_local")]:
-        how = "distribute the query too, or call on local tensors, x.to_local()"
-        raise collected(name, [wrong(n, "a plain tensor as query is", "a DTensor", how) for n in shards])
-    got = "one whose storage was resized to 0 bytes, as sharding frees parameters"
-    how = "call before it is freed, or after it is filled again"
-    raise collected(name, [wrong(n, "a tensor with memory", got, how) for n in empty])
+def known_memory_problems(given: Mapping[str, object]) -> list[Problem]:
+    """The same where tensors may stand for others, as while torch traces or transforms a function: not asked then."""
+    return [] if torch.compiler.is_compiling() or under_transform() else memory_problems(given)
 
 
 # -- query, key and value ----------------------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ def check_latent(
         problems += _lone_problems(attention, query, width, uk, uv)
     else:
         problems += _projection_problems(latent.rank, latent.rope, query, uk, uv)
-    if problems:
+    if problems := problems or known_memory_problems({**named, "uk": uk, "uv": uv}):
         raise collected(name, problems)
 
 
@@ -330,12 +331,12 @@ def check_kept(name: str, b: BackwardCall) -> None:
 
 def check_backward(name: str, b: BackwardCall, pair: bool) -> None:
     """Raise WeftError where what a backward starts from does not fit the forward."""
-    check_memory(name, {"out": b.out, "lse": b.lse, "dout": b.dout, "dlse": b.dlse})
+    if problems := memory_problems({"out": b.out, "lse": b.lse, "dout": b.dout, "dlse": b.dlse}):
+        raise collected(name, problems)
     query, value = b.call.query, b.call.value
     width = b.out.shape[3] if value is None else value.shape[3]
     rows = query.shape[:3]
     statistics = torch.float64 if query.dtype == torch.float64 else torch.float32
-    problems = []
     for label, tensor, shape, dtype in (
         ("out", b.out, (*rows, width), query.dtype), ("dout", b.dout, (*rows, width), query.dtype),
         ("lse", b.lse, (*((2,) if pair else ()), *rows), statistics),

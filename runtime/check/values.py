@@ -25,7 +25,7 @@ from ..call import PackedPaged, Paged, Pages, Ragged, key_rows, length_options
 from ..pages import used_pages
 from ..settings import checks_values
 from .operands import LARGEST_OFFSET, overflow_problems
-from .tensors import form_problem, wrong
+from .tensors import form_problem, known_memory_problems, wrong
 
 _TRUSTED = 2**30  # ints read from a tensor are below it in size where they are computed with (analysis/ranges.py)
 
@@ -47,8 +47,11 @@ def known_offsets(offset: int | Tensor) -> Range | None:
 
 def check_offsets(name: str, offset: int | Tensor) -> None:
     """Raise WeftError for positions that no kernel can compute with; what a device holds is not looked at unasked."""
-    if isinstance(offset, Tensor) and (problem := form_problem("q_offset", offset)) is not None:
-        raise collected(name, [problem])
+    if isinstance(offset, Tensor):
+        if (problem := form_problem("q_offset", offset)) is not None:
+            raise collected(name, [problem])
+        if offset.is_cpu and (problems := known_memory_problems({"q_offset": offset})):
+            raise collected(name, problems)
     found = known_offsets(offset)
     if found is None or (-LARGEST_OFFSET <= found[0] and found[1] <= LARGEST_OFFSET):
         return
@@ -90,32 +93,32 @@ def check_contents(name: str, query: Tensor, key: Tensor, sequences: Ragged) -> 
     Looked at on a CPU, and on a device where that is asked for: unasked, kernels cut them to what there is.
     """
     problems: list[Problem] = []
-    is_paged = isinstance(sequences, Pages)
-    room = f", {counted(sequences.table.shape[1], 'page')} of {sequences.page} in block_table" if is_paged else ""  # type: ignore[union-attr]
-    rows = (("query", query.shape[2], ""), ("key", key_rows(key, sequences), room))
-    for (label, tensor), (operand, most, room) in zip(length_options(sequences).items(), rows):
-        if tensor is None or not (tensor.is_cpu or checks_values()):
-            continue
-        of = room or f", the rows of {operand}"
-        if label.startswith("cu_"):
-            problems += _starts_problems(label, tensor.tolist(), most, of)
-        else:
-            problems += _lens_problems(label, tensor.tolist(), most, of)
-    if not problems and is_paged and (sequences.table.is_cpu or checks_values()):  # type: ignore[union-attr]
-        problems += _block_problems(sequences, key.shape[0])  # type: ignore[arg-type]
+    for (label, tensor), most in zip(length_options(sequences).items(), (query.shape[2], key_rows(key, sequences))):
+        if tensor is not None and (tensor.is_cpu or checks_values()):
+            find = _starts_problems if label.startswith("cu_") else _lens_problems
+            problems += find(label, tensor.tolist(), most, sequences)
+    if not problems and isinstance(sequences, Pages) and (sequences.table.is_cpu or checks_values()):
+        problems += _block_problems(sequences, key.shape[0])
     if problems:
         raise collected(name, problems)
 
 
-def _lens_problems(label: str, lens: list[int], most: int, of: str) -> list[Problem]:
+def _rows_in_words(label: str, sequences: Ragged) -> str:
+    """What a length of this option is at most."""
+    if label == "kv_lens" and isinstance(sequences, Pages):
+        return f"{counted(sequences.table.shape[1], 'page')} of {sequences.page} in block_table"
+    return f"the rows of {'query' if label in ('q_lens', 'cu_seqlens_q') else 'key'}"
+
+
+def _lens_problems(label: str, lens: list[int], most: int, sequences: Ragged) -> list[Problem]:
     """The first length that no rows can have."""
     if not lens or (min(lens) >= 0 and max(lens) <= most):
         return []
     b, length = next((b, length) for b, length in enumerate(lens) if not 0 <= length <= most)
-    return [wrong(label, f"a length from 0 to {most}{of}", length, place=[b])]
+    return [wrong(label, f"a length from 0 to {most}, {_rows_in_words(label, sequences)}", length, place=[b])]
 
 
-def _starts_problems(label: str, starts: list[int], most: int, of: str) -> list[Problem]:
+def _starts_problems(label: str, starts: list[int], most: int, sequences: Ragged) -> list[Problem]:
     """The first entry that is no first row, or no end."""
     if starts[0] != 0:
         return [wrong(label, "0, where the first sequence begins", starts[0], place=[0])]
@@ -123,7 +126,7 @@ def _starts_problems(label: str, starts: list[int], most: int, of: str) -> list[
         if end < first:
             return [wrong(label, f"at least {first}, where sequence {b} begins", end, place=[b + 1])]
         if end > most:
-            return [wrong(label, f"at most {most}{of}", end, place=[b + 1])]
+            return [wrong(label, f"at most {most}, {_rows_in_words(label, sequences)}", end, place=[b + 1])]
     return []
 
 

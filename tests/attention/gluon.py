@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -597,8 +597,8 @@ class Kernels:
         )
         self.space: dict[str, Any] = {
             "gl": self.gl, "tl": self.gl, "gluon": SimpleNamespace(jit=same, constexpr_function=same),
-            "triton": SimpleNamespace(jit=same), "aggregate": same, "run_time_program": same, "run_time_kernel": same,
-            "fence_async_shared": lambda: None, "mbarrier": machine, "warpgroup_mma": product,
+            "triton": SimpleNamespace(jit=same), "run_time_program": same, "run_time_kernel": same,
+            "NamedTuple": NamedTuple, "fence_async_shared": lambda: None, "mbarrier": machine, "warpgroup_mma": product,
             "warpgroup_mma_wait": waited,
             "tma": SimpleNamespace(
                 async_copy_global_to_shared=lambda *a: self.gl.machine.copy(*a),

@@ -90,7 +90,7 @@ def rounds_of_programs(declared, q_lens, kv_lens, heads, at_once=132, q_offset=0
     for program in range(max(at_once, int(n_row_tiles))):
         kernels.gl.program = program
         share, first, first_round, n_rounds, start, divided = space["divide"](
-            starts, lens, q_offset, *sizes, n_row_tiles, n_row_tiles, at_once
+            (starts, lens, q_offset, *sizes, n_row_tiles), n_row_tiles, at_once
         )
         own = space["Sizes"](
             rows, max(kv_lens), q_offset, 1, heads, 576, number, n_row_tiles, share, first, first_round, n_rounds,
@@ -98,9 +98,9 @@ def rounds_of_programs(declared, q_lens, kv_lens, heads, at_once=132, q_offset=0
         )  # fmt: skip
         found, sequence, round = [], first, first_round - 1
         for _ in range(int(n_rounds)):
-            sequence, round = space["round_after"](sequence, round, own, starts, lens)
+            sequence, round = space["round_after"](sequence, round, own, (starts, lens))
             _, _, _, tile, _, _, _, start, _, _, begin, end, *_ = space["part_of"](
-                sequence, round, start, own, starts, lens
+                sequence, round, start, own, (starts, lens)
             )
             found.append((int(sequence), int(tile), int(begin), int(end)))
         yield found
@@ -143,7 +143,9 @@ def test_the_longest_sequences_are_counted_without_overflow():
     """2**23 queries of 128 heads behind 2**30 keys: places of rows have no more room."""
     space = Kernels(launcher_of(CAUSAL, "packed_paged", few_queries=False).device.text).space
     q_len, kv_len = 1 << 23, 1 << 30
-    first, further = space["counts_of_rounds"](0, q_len, q_len, kv_len, kv_len - q_len, 128, 576, 2)
+    first, further = space["counts_of_rounds"](
+        q_len, kv_len - q_len, 2, space["Here"](0, 0, 0, 128, q_len, kv_len, 576)
+    )
     rounds = torch.tensor([1, 2, q_len - 1, q_len])
     exact = [n * int(first) + n * (n - 1) // 2 * int(further) for n in rounds.tolist()]
     assert space["count_before"](rounds, first, further).tolist() == exact and max(exact) < 2**63
@@ -155,7 +157,9 @@ def test_no_round_counts_nothing(mask):
         launcher_of(variant("latent_counted", mask=mask), "packed_paged", few_queries=False).device.text
     ).space
     for q_len, kv_len in ((1, 0), (300, 300), (300, 5000), (0, 7), (7, 64)):
-        first, further = space["counts_of_rounds"](0, q_len, q_len, kv_len, kv_len - q_len, 64, 576, 1)
+        first, further = space["counts_of_rounds"](
+            q_len, kv_len - q_len, 1, space["Here"](0, 0, 0, 64, q_len, kv_len, 576)
+        )
         assert min(int(first), int(first + further * max(q_len - 1, 0))) > 0
 
 

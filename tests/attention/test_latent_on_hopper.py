@@ -312,7 +312,7 @@ def divided(lens, heads, q_len=1, room=0):
     seen, loads = [0] * batch, []
     for share in range(shares):
         size, first, last, start, _ = space["divide"](
-            pointer, share, batch, room, parts.parts, parts.tiles, even, units, 132
+            pointer, share, batch, room, (parts.parts, parts.tiles, even), units, 132
         )  # fmt: skip
         load, start = 0, int(start)
         for b in range(first, last):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_len, kv_pos, masks, q_pos, score, scores
+from weft.codegen import loader
 from weft.codegen.targets import target_named
 from weft.compiler.planning import sources
 from weft.compiler.planning.machines import hardware
@@ -30,23 +31,24 @@ from weft.runtime.run.variant import variant_of
 from ..support import poisoned
 
 pytest.importorskip("triton")
-HERE = Path(__file__).parent
 
-ZIGZAG = KeySource("zigzag", HERE / "zigzag_keys.py.jinja", position="in chunks 0, 3, 1, 2", beside=("dense",))
+ZIGZAG = KeySource("zigzag", "zigzag_keys.py.jinja", position="in chunks 0, 3, 1, 2", beside=("dense",))
 ORDERED = KeySource(
-    "ordered", HERE / "ordered_keys.py.jinja", (Pointer("order"),), position="order[row]", is_box=False,
+    "ordered", "ordered_keys.py.jinja", (Pointer("order"),), position="order[row]", is_box=False,
     beside=("dense",),
 )  # fmt: skip
-STRIPED = RowSource("striped", HERE / "striped_queries.py.jinja", position="2 * row", beside=("dense", "zigzag"))
+STRIPED = RowSource("striped", "striped_queries.py.jinja", position="2 * row", beside=("dense", "zigzag"))
 
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
+    loader.register_templates(Path(__file__).parent)
     for source in (ZIGZAG, ORDERED, STRIPED):
         sources.register(source)
     yield
     for source in (STRIPED, ORDERED, ZIGZAG):
         sources.unregister(source)
+    loader.unregister_templates(Path(__file__).parent)
 
 
 def chunked(kv_len: int) -> Tensor:
@@ -302,3 +304,5 @@ def test_a_source_is_registered_once() -> None:
 def test_the_cache_tells_parts_from_outside_apart() -> None:
     dense, zigzag = sources.kind_named("dense"), sources.kind_named("zigzag")
     assert sources.digest(dense) == "" and len(sources.digest(zigzag)) == 64
+    assert loader.digest_of_templates([dense.keys.template]) == ""
+    assert len(loader.digest_of_templates([zigzag.keys.template])) == 64

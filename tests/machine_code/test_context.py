@@ -23,6 +23,7 @@ from weft.codegen.context import Rows, declared, spread
 from weft.codegen.loader import TEMPLATES
 from weft.codegen.targets.cpu import context as of_cpu
 from weft.codegen.targets.hopper import context as of_hopper
+from weft.codegen.targets.hopper.features import OF_A_BACKWARD, SUMS_OF_QUERIES
 from weft.codegen.targets.triton import context as of_triton
 from weft.codegen.targets.triton.target import KERNELS
 from weft.codegen.templates import environment
@@ -156,7 +157,9 @@ def _words(part: nodes.Expr) -> list[str]:
 
 
 def parts_of(root: str) -> list[str]:
-    """The parts of features of the kernels of triton in a module."""
+    """The parts of features of the kernels in a module."""
+    if root == "hopper/flash_backward.py.jinja":
+        return [feature.part for feature in (*OF_A_BACKWARD, *SUMS_OF_QUERIES)]
     of_root = [
         kernel
         for algorithm, kernels in KERNELS.items()

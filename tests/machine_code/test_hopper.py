@@ -155,10 +155,12 @@ def run_as_python(text: str, *, needs: list[str], **constants: int) -> dict[str,
     return space
 
 
-def arguments(attention: weft.Attention, q_len: int, kv_len: int) -> list[int]:
-    """Values of `env`: one head of one batch row."""
+def here_of(attention: weft.Attention, q_len: int, kv_len: int) -> SimpleNamespace:
+    """What functions are told: one head of one batch row."""
     values = {"arg_within": WINDOW, "arg_prefix": PREFIX, "group": 1, "head_dim": 64, "q_len": q_len, "kv_len": kv_len}
-    return [values.get(name, 0) for name in FunctionPrinter(facts_of(attention), GLUON_LANGUAGE).env.split(", ")]
+    return SimpleNamespace(
+        **{name: values.get(name, 0) for name in FunctionPrinter(facts_of(attention), GLUON_LANGUAGE).known}
+    )
 
 
 def seen_by(name: str, axis: str, row: int, rows: int, tile: int, q_len: int, kv_len: int) -> tuple[bool, bool]:
@@ -178,13 +180,13 @@ LENGTHS = [(1, 1), (200, 200), (64, 500), (257, 300), (300, 130)]
 def check_order(name: str, axis: str, code: dict[str, Any], unit_rows: int, lengths: tuple[int, int]) -> None:
     """Each tile is visited once; a consumer passes over none that it sees, and masks all that it does not see whole."""
     q_len, kv_len = lengths
-    place = [kv_len - q_len, *arguments(VARIANTS[name], q_len, kv_len)]
+    place = [kv_len - q_len, here_of(VARIANTS[name], q_len, kv_len)]
     for unit in range(0, q_len if axis == "kv" else kv_len, unit_rows):
         n_edge, n_full, *bounds = code["tiles_seen_from"](unit, unit_rows, *place)
         order = [code[f"{axis}_tile"](i, n_edge, *bounds) for i in range(n_edge + n_full)]
         assert len(set(order)) == len(order)
         for row in range(unit, unit + unit_rows, 64):
-            first, edge_end = code["own_tiles"](row, n_edge, n_full, *bounds, *place)
+            first, edge_end = code["own_tiles"](row, n_edge, n_full, bounds, *place)
             assert 0 <= first <= len(order)
             tiles = range(-(-max(q_len, kv_len) // 128))
             found = {tile: seen_by(name, axis, row, 64, tile, q_len, kv_len) for tile in tiles}

@@ -125,16 +125,11 @@ def test_who_waits_for_a_slot_meets_who_gives_it_back() -> None:
 
 # -- what is printed ---------------------------------------------------------------------------------------------------
 RECORD = '''
-@aggregate
-class Sram:
+class Sram(NamedTuple):
     """All shared memory."""
+
     key: gl.shared_memory_descriptor  # [STAGES, BLOCK_KV, COLUMNS]
     key_ready: gl.shared_memory_descriptor  # one for each slot
-
-    @gluon.constexpr_function
-    def __init__(self, key, key_ready):
-        self.key = key
-        self.key_ready = key_ready
 '''
 ALLOCATED = """
 sram = Sram(

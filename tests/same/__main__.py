@@ -1,6 +1,7 @@
 """What a change of structure must leave as it is: sources, stages, plans and machine code of a corpus of calls.
 
-python -m tests.same                 compare with tests/same/recorded.json; exit 1 where something differs
+python -m tests.same                 compare with tests/same/recorded.json; exit 1 where something differs, and where a
+                                     function that generated code calls has more than 8 parameters
 python -m tests.same --record        write that file, in the commit that means to change what is generated
 python -m tests.same --machine-code  also compile kernels of `triton` and `hopper`, and compare hashes of their PTX
 from .texts import machine_code, texts_of, without_holes
@@ -10,6 +11,7 @@ python -m tests.same --texts FOLDER  write the texts there, to be compared with 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import multiprocessing
@@ -24,6 +26,7 @@ from .corpus import corpus
 from .texts import machine_code, texts_of, without_holes
 
 THREADS = 2
+MOST_PARAMETERS = 8  # of a function that generated code calls
 RECORDED = Path(__file__).with_name("recorded.json")
 Found = dict[str, dict[str, str]]  # by triple, by part: text
 
@@ -76,6 +79,25 @@ def write(found: Mapping[str, Mapping[str, str]], folder: Path) -> None:
             (folder / name / part.replace(" ", "_")).write_text(text)
 
 
+def long_signatures(found: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """A line for each function with more parameters than MOST_PARAMETERS that generated code calls on a GPU.
+
+    Kernels that are launched may have more, and modules of torch code have a limit of their own.
+    """
+    lines: dict[str, str] = {}
+    for name, parts in found.items():
+        for text in (text for part, text in parts.items() if part in ("forward", "backward")):
+            for function in [f for f in ast.walk(ast.parse(text)) if isinstance(f, ast.FunctionDef)]:
+                number = len(function.args.args) + len(function.args.kwonlyargs)
+                if number > MOST_PARAMETERS and _is_called_on_a_gpu(function):
+                    lines.setdefault(function.name, f"{name}: {function.name} has {number} parameters")
+    return [*lines.values()]
+
+
+def _is_called_on_a_gpu(function: ast.FunctionDef) -> bool:
+    return [ast.unparse(d) for d in function.decorator_list] in (["triton.jit"], ["gluon.jit"])
+
+
 def merged(*groups: Iterable[tuple[str, dict[str, str]]]) -> Found:
     """The parts of each triple together; a triple without parts is left out."""
     found: Found = {}
@@ -110,9 +132,10 @@ def main() -> None:
     known = {n: parts for n, parts in recorded.items() if asked.only in n}
     if not asked.machine_code:
         known = {n: {p: h for p, h in parts.items() if not p.startswith("ptx ")} for n, parts in known.items()}
-    lines = differences(known, hashes(found))
-    print(*lines, f"{len(found)} triples, {sum(map(len, found.values()))} texts, {len(lines)} differ", sep="\n")
-    sys.exit(bool(lines))
+    lines, long = differences(known, hashes(found)), long_signatures(found)
+    said = f"{len(found)} triples, {sum(map(len, found.values()))} texts, {len(lines)} differ"
+    print(*lines, *long, said, sep="\n")
+    sys.exit(bool(lines or long))
 
 
 def _machine_code_of(parts: Mapping[str, str]) -> dict[str, str]:

@@ -97,7 +97,7 @@ NEEDED: list[tuple[str, dict[str, Any]]] = [
     (r"^lfm2_moe$", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}),
     (r"^granitemoehybrid$", {"layer_types": ["linear_attention", "full_attention", "linear_attention"],
                              "num_hidden_layers": 3}),
-    (r"^cohere_compass\w*$", {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4}
+    (r"^cohere_compass_text$", {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4}
                                                  for kind in ("full_attention", "sliding_attention")}}),
     (r"^mistral4$", {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "qk_head_dim": 16, "head_dim": 16}),
     (r"^hrm_text$", {"num_layers_per_stack": 1, "num_hidden_layers": 8}),
@@ -118,7 +118,7 @@ def completed(config: Any) -> None:
                 for name, value in fields.items():
                     setattr(part, name, value)
         if type(part).__name__ == "DbrxAttentionConfig":
-            part.rope_theta = 1e4
+            part.rope_theta, part.clip_qkv = 1e4, 8.0
 
 
 def tiny(made: Callable[[], Any]) -> Iterator[Any]:

@@ -135,7 +135,7 @@ def test_kernels_of_one_name_differ_by_their_ids() -> None:
     rooms = (forward, backward, statistics)
     records = [record for room in rooms for record in vars(room).values() if hasattr(record, "id")]
     ids = {record.id for record in records}
-    assert len(ids) == len(set(map(id, records))) and KernelId("hopper", "flash_backward", "drawn") in ids
+    assert len(ids) == len(set(map(id, records))) and KernelId("hopper", "flash_backward", "first stored") in ids
     assert hopper.__doc__ and triton.__doc__ and cpu.__doc__
 
 
@@ -222,10 +222,11 @@ def test_a_kernel_from_outside_measures_masks_as_others_do(outside: Outside) -> 
 
 # -- a Gluon target ----------------------------------------------------------------------------------------------------
 TEMPLATE = '''"""{{ name }}, by warps of two kinds."""
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
 
 ROWS = gl.constexpr({{ form.block_q }})
 BLOCK_KV = gl.constexpr({{ form.block_kv }})

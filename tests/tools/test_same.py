@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
-from tests.same.__main__ import RECORDED, differences, hashes
+import pytest
+
+from tests.same.__main__ import MOST_PARAMETERS, RECORDED, differences, hashes, long_signatures
 from tests.same.corpus import corpus
 from tests.same.texts import texts_of
 
@@ -32,3 +34,21 @@ def test_a_difference_is_found_and_named() -> None:
     gone = {"causal": {n: text for n, text in texts["causal"].items() if n != "stages"}}
     assert differences(recorded, hashes(gone)) == ["causal: stages is gone"]
     assert differences({}, recorded) == [f"causal: {part} is new" for part in sorted(texts["causal"])]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "t5-packed_paged-hopper", "documents-packed-triton", "blocks-lengths-hopper", "documents-256x256-hopper-h200",
+        "mla-paged-700-hopper", "bias-triton-h200", "window-streaming-triton-h200", "alibi-standard-triton-h200",
+    ],
+)  # fmt: skip
+def test_functions_that_generated_code_calls_have_few_parameters(name: str) -> None:
+    """`make same` holds it for the whole corpus: these had the longest lists, up to 29."""
+    assert long_signatures({name: texts_of(name)}) == []
+
+
+def test_a_long_list_of_parameters_is_found() -> None:
+    names = ", ".join(f"a{n}" for n in range(MOST_PARAMETERS + 1))
+    called, launched = f"@triton.jit\ndef f({names}):\n    pass\n", f"@run_time_kernel\ndef g({names}):\n    pass\n"
+    assert long_signatures({"one": {"forward": called}, "two": {"backward": launched}}) == ["one: f has 9 parameters"]

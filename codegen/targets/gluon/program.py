@@ -324,13 +324,13 @@ class Program:
 
     def written(self) -> str:
         """The record of shared memory, which roles get as one argument."""
-        names = [f.name for f in self.fields]
         fields = [f"{f.name}: gl.shared_memory_descriptor{f'  # {f.about}' if f.about else ''}" for f in self.fields]
         lines = [
-            "@aggregate", f"class {self.record}:", f'    """{self.about}"""', *(f"    {line}" for line in fields), "",
-            "    @gluon.constexpr_function", f"    def __init__(self, {', '.join(names)}):",
-            *(f"        self.{name} = {name}" for name in names),
-        ]  # fmt: skip
+            f"class {self.record}(NamedTuple):",
+            f'    """{self.about}"""',
+            "",
+            *(f"    {line}" for line in fields),
+        ]
         return "\n".join(lines)
 
     def allocated(self) -> str:
@@ -369,7 +369,7 @@ class Program:
         """The lines that begin the roles, with the arguments of each besides its number and shared memory."""
         calls: list[str] = []
         for role in self.roles:
-            names = [name for entry in arguments[role.name] if entry for name in entry.split(", ")]
+            names = [entry for entry in arguments[role.name] if entry]
             for number in range(role.count):
                 calls.append(_call(role.name, [*([str(number)] if role.numbered else []), "sram", *names]))
         others = self._singly[1:]

@@ -134,6 +134,7 @@ class Backward:
     main: str  # the kernel that owns keys: "flash_backward" in one pass, "flash_dkey_dvalue" in two, or "" for none
     config: BackwardConfig  # its form and its columns, by which statistics of rows lie
     programs: Mapping[str, Program]  # roles, SRAM and barriers, by kernel
+    feature_parts: Mapping[str, str]  # templates of features of its kernels, by name, in the order of their lines
     wants_dscores: bool  # the kernel that owns keys has gradients of scores
     query_config: HopperBackwardForm | None  # the form of flash_dquery, where it is there
     folded: bool  # the score's factor is a positive constant: products start at -lse / factor
@@ -232,6 +233,7 @@ def _backward(code: CodePlan, facts: Facts, printing: Printing) -> Backward:
         main=main,
         config=_backward_config(code, facts),
         programs=_programs(code, facts),
+        feature_parts={f.name: f.part for k in code.own for f in k.kernel.features},
         wants_dscores=one_pass or (bool(main) and held_by(code, facts).wants_dscores),
         query_config=backward_form(code, "flash_dquery") if code.has("flash_dquery") else None,
         folded=scale is not None and folds and is_plain(scale),

@@ -36,7 +36,7 @@ def measures(facts: Facts, offsets_64: bool, sequences: SequenceKind = DENSE) ->
     tiles = Tiles(0, 0, Segments((), ()), facts.traits)  # of any size and width
     looks = found.by_pair and not sequences.keys.packed
     words = words_of(facts.traits.measured, ("kv", "q"), facts.tile_source == "lists", looks)
-    records = (_printed(printer, printer.survey(found), printer.env), _measuring(facts, found, sequences))
+    records = (_printed(printer, printer.survey(found)), _measuring(facts, found, sequences))
     kernels = {kernel: of(tiles) for kernel, of in words.items()}
     return written(f"triton/tile_{facts.tile_source}.py.jinja", records, kernels)
 
@@ -54,7 +54,7 @@ def tables(facts: Facts, code: CodePlan) -> str:
         levels=level_pairs(levels),
         tables=tuple(Table(n, t.by_batch, t.by_head, str(t.part)) for n, t in enumerate(found)),
     )
-    records = (_printed(printer, printer.distance_values(indices), replace(printer, tables=()).env), told)
+    records = (_printed(replace(printer, tables=()), printer.distance_values(indices)), told)
     return written("triton/distance_tables.py.jinja", records, {making.name: making.stages})
 
 
@@ -67,9 +67,10 @@ def lent(facts: Facts, code: CodePlan, target: Target) -> str:
     return generate(facts, own, target)
 
 
-def _printed(printer: FunctionPrinter, functions: str, env: str) -> Printed:
+def _printed(printer: FunctionPrinter, functions: str) -> Printed:
     attention = printer.facts.attention
-    return Printed(str(attention.name), functions, env, ", ".join(parameter_names(attention, strides=True)))
+    names = ", ".join(parameter_names(attention, strides=True))
+    return Printed(str(attention.name), functions, printer.env, printer.here, names)
 
 
 def _measuring(facts: Facts, found: Survey, sequences: SequenceKind) -> Measuring:

@@ -39,6 +39,7 @@ from .....compiler.planning.stage_words import (
 )
 from ...gluon.program import HARDWARE_BARRIERS, Program, plain
 from ...triton.kernels.backward import OVER_QUERIES
+from ..features import OF_A_BACKWARD
 from ..forms import ROWS, HopperBackwardForm
 from ..held import ROLES, Held, columns_in, declared
 from ..pieces import CONSUMERS, columns_of, fits_by_rows, left_parts, part_columns, pieces_of, places_of_results
@@ -292,7 +293,7 @@ def _one_pass(variant: str = "", stores_first: bool = False) -> Kernel:
         written=_written, program=declared(program, one_pass=True),
         refuses=_one_pass_refuses, flops=five_products_flops,
         exps=score_count, again=QUERIES_AGAIN, weighs=True, visits_measured=True, lists=("q", "kv"), sums_levels=True,
-        has_level_loop=True, drop_work=10.0,
+        has_level_loop=True, drop_work=10.0, features=OF_A_BACKWARD,
     )  # fmt: skip
 
 
@@ -303,5 +304,5 @@ FLASH_DKEY_DVALUE = Kernel(
     programs=key_programs, read=flash_dkey_dvalue_read, written=key_value_gradient_bytes,
     program=declared(program, one_pass=False), refuses=_keys_refuse, flops=flash_dkey_dvalue_flops, exps=score_count,
     again=QUERIES_AGAIN, weighs=True, visits_measured=True, lists=("kv",), sums_levels=True, has_level_loop=True,
-    drop_work=10.0,
+    drop_work=10.0, features=OF_A_BACKWARD,
 )  # fmt: skip

@@ -28,6 +28,7 @@ from .....compiler.planning.stage_words import (
 )
 from ...gluon.program import FIRST_BARRIER, Columns, Program
 from ...triton.kernels.forward import OVER_KEYS
+from ..features import OF_A_BACKWARD, SUMS_OF_QUERIES
 from ..forms import ROWS, HopperBackwardForm
 from ..held import ROLES, Held, columns_in, declared
 from ..pieces import CONSUMERS, columns_of, key_pieces, piecewise
@@ -104,5 +105,5 @@ FLASH_DQUERY = Kernel(
     KernelId("hopper", "flash_dquery"), "backward", "backward_q", "kv", OVER_KEYS, _stages, programs=query_programs,
     read=flash_dquery_read, written=query_bytes, program=declared(program), refuses=_refuses,
     flops=flash_dquery_flops, exps=score_count,
-    weighs=True, visits_measured=True, lists=("q",),
+    weighs=True, visits_measured=True, lists=("q",), features=(*OF_A_BACKWARD, *SUMS_OF_QUERIES),
 )  # fmt: skip

@@ -187,13 +187,11 @@ def spans_kernel(visitor: Visitor, measuring: Measuring) -> Kernel:
     def written(x: Sizes) -> float:
         return (SPAN * ranges + FLAG) * programs(x)
 
-    def steps(x: Sizes) -> float:
-        return _in_steps(x.T if axis == "kv" else x.L, ROWS_TOGETHER)
-
     loop = _MANY_KEYS if axis == "kv" else _MANY_QUERIES
     return visitor.kernel(
-        "spans", loop, SPANS_WORDS[axis], _WARPS, programs=programs, read=read, written=written, steps=steps,
-        finds="runs", pace=_STEPS, is_optional=True,
+        "spans", loop, SPANS_WORDS[axis], _WARPS, programs=programs, read=read, written=written,
+        steps=lambda x: _in_steps(x.T if axis == "kv" else x.L, ROWS_TOGETHER), finds="runs", pace=_STEPS,
+        is_optional=True,
     )  # fmt: skip
 
 
@@ -222,12 +220,10 @@ def long_spans_kernel(visitor: Visitor, measuring: Measuring) -> Kernel:
         ends = x.B * tiles * (1 - x.neighbours_miss) + programs(x) * (tiles / STRETCH + 2 * STRETCH) * x.neighbours_miss
         return READ * x.B * own_reads * own + _bytes_of_ends(axis, measuring) * ends
 
-    def written(x: Sizes) -> float:
-        return by_tiles.written(x._replace(long_axis=0))
-
     return visitor.kernel(
         "long_spans", f"{by_tiles.loop}: in stretches", LONG_SPANS_WORDS[axis], _LONG_SPANS_WARPS, programs=programs,
-        read=read, written=written, finds="runs", of_long_axis=True, pace=_LONG_SPANS_PACE, is_optional=True,
+        read=read, written=lambda x: by_tiles.written(x._replace(long_axis=0)), finds="runs", of_long_axis=True,
+        pace=_LONG_SPANS_PACE, is_optional=True,
     )  # fmt: skip
 
 
@@ -243,18 +239,12 @@ def ends_kernel(visitor: Visitor, measuring: Measuring) -> Kernel:
     def programs(x: Sizes) -> float:
         return tiles(x) / STRETCH
 
-    def read(x: Sizes) -> float:
-        return READ * reads * x.long_axis * x.B * (x.T if axis == "kv" else x.L)
-
-    def written(x: Sizes) -> float:
-        return _bytes_of_ends(axis, measuring) * (tiles(x) + programs(x))
-
-    def steps(x: Sizes) -> float:
-        return _in_steps(STRETCH * (x.bkv if axis == "kv" else x.bq), ENDS_TOGETHER)
-
     return visitor.kernel(
-        "ends", _OF_A_STRETCH, ENDS_WORDS[axis], _ENDS_WARPS, programs=programs, read=read, written=written,
-        steps=steps, finds="ends", of_long_axis=True, pace=_STEPS, is_optional=True, again=_ONCE_EACH,
+        "ends", _OF_A_STRETCH, ENDS_WORDS[axis], _ENDS_WARPS, programs=programs,
+        read=lambda x: READ * reads * x.long_axis * x.B * (x.T if axis == "kv" else x.L),
+        written=lambda x: _bytes_of_ends(axis, measuring) * (tiles(x) + programs(x)),
+        steps=lambda x: _in_steps(STRETCH * (x.bkv if axis == "kv" else x.bq), ENDS_TOGETHER), finds="ends",
+        of_long_axis=True, pace=_STEPS, is_optional=True, again=_ONCE_EACH,
     )  # fmt: skip
 
 
@@ -289,12 +279,10 @@ def lists_kernel(visitor: Visitor, measuring: Measuring) -> Kernel:
         """The numbers before each list, and a number a visited tile."""
         return 4 * (LIST_HEAD * programs(x) + x.n / (1 if measuring.by_head else x.Hq))
 
-    def steps(x: Sizes) -> float:
-        return _in_steps(x.nkv if axis == "kv" else x.nq, TILES_TOGETHER)
-
     return visitor.kernel(
-        "lists", spans.loop, LISTS_WORDS[axis], _WARPS, programs=programs, read=read, written=written, steps=steps,
-        finds="lists", visits="visible", pace=_STEPS,
+        "lists", spans.loop, LISTS_WORDS[axis], _WARPS, programs=programs, read=read, written=written,
+        steps=lambda x: _in_steps(x.nkv if axis == "kv" else x.nq, TILES_TOGETHER), finds="lists", visits="visible",
+        pace=_STEPS,
     )  # fmt: skip
 
 

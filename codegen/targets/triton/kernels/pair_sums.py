@@ -34,11 +34,6 @@ def pair_sums_read(x: Sizes) -> float:
     return queries_again(x) * rows + keys_again(x) * key_value_bytes(x)
 
 
-def pair_sums_written(x: Sizes) -> float:
-    """A sum of each pair of visited tiles at most; what is shared by heads is written once."""
-    return RUNNING * score_count(x)
-
-
 def diagonal_sums_written(x: Sizes) -> float:
     """A sum and the place of an entry for each diagonal of each head, by each program that has a part of it."""
     return DIAGONAL_PARTS * (RUNNING + 8) * 2 * x.B * x.Hq * (x.nq * x.bq + x.nkv * x.bkv)
@@ -49,18 +44,9 @@ def pair_sums_flops(x: Sizes) -> float:
     return 2 * score_count(x) * (x.C + x.Cv)
 
 
-def diagonal_programs(x: Sizes) -> float:
-    return DIAGONAL_PARTS * x.B * x.Hq * (x.nq + x.nkv - 1)
-
-
 def _registers(block_q: int, block_kv: int, qk_columns: int, v_columns: int) -> float:
     """The sum, S, dP, and the gradient of what is read."""
     return block_q * block_kv * 4
-
-
-def _longest_diagonal(x: Sizes) -> float:
-    """Most diagonals have no tile, those in the middle have all of theirs."""
-    return min(x.nq, x.nkv) / DIAGONAL_PARTS
 
 
 def _pair_sums(t: Tiles, per: str, store: str) -> list[Stage]:
@@ -77,10 +63,6 @@ def _pair_sums(t: Tiles, per: str, store: str) -> list[Stage]:
     ]
 
 
-def _flash_dpairs(t: Tiles) -> list[Stage]:
-    return _pair_sums(t, "head", "sums of the tile, to the entries that were read")
-
-
 def _flash_ddiagonals(t: Tiles) -> list[Stage]:
     per = "tile of a diagonal whose pairs do not all read one entry" if "level" in t.sums else "tile of the diagonal"
     return _pair_sums(t, per, "a sum for each diagonal of the tile, and the entry that it read")
@@ -88,14 +70,19 @@ def _flash_ddiagonals(t: Tiles) -> list[Stage]:
 
 FLASH_DPAIRS = Kernel(
     KernelId("triton", "flash_dpairs"), "backward", "backward_q", "kv",
-    "the heads that read what its tile of pairs reads", _flash_dpairs, programs=pair_programs, read=pair_sums_read,
-    written=pair_sums_written, sram=pair_sums_sram, flops=pair_sums_flops, exps=score_count, registers=_registers,
-    weighs=True, has_level_loop=True, features=OF_A_BACKWARD,
+    "the heads that read what its tile of pairs reads",
+    lambda t: _pair_sums(t, "head", "sums of the tile, to the entries that were read"),
+    programs=pair_programs, read=pair_sums_read,
+    # of each pair of visited tiles at most: what is shared by heads is written once
+    written=lambda x: RUNNING * score_count(x), sram=pair_sums_sram, flops=pair_sums_flops, exps=score_count,
+    registers=_registers, weighs=True, has_level_loop=True, features=OF_A_BACKWARD,
 )  # fmt: skip
 FLASH_DDIAGONALS = Kernel(
     KernelId("triton", "flash_ddiagonals"), "backward", "backward_q", "kv", "the tiles of its diagonal",
-    _flash_ddiagonals, programs=diagonal_programs, read=pair_sums_read, written=diagonal_sums_written,
-    sram=pair_sums_sram, flops=pair_sums_flops, exps=score_count, registers=_registers, weighs=True, visits="uneven",
-    longest=_longest_diagonal, is_lent=True, features=OF_A_BACKWARD,
+    _flash_ddiagonals, programs=lambda x: DIAGONAL_PARTS * x.B * x.Hq * (x.nq + x.nkv - 1), read=pair_sums_read,
+    written=diagonal_sums_written, sram=pair_sums_sram, flops=pair_sums_flops, exps=score_count,
+    registers=_registers, weighs=True, visits="uneven",
+    longest=lambda x: min(x.nq, x.nkv) / DIAGONAL_PARTS,  # most have no tile, those in the middle have all of theirs
+    is_lent=True, features=OF_A_BACKWARD,
 )  # fmt: skip
 DPAIRS, DDIAGONALS = FLASH_DPAIRS.name, FLASH_DDIAGONALS.name

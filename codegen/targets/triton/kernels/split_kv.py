@@ -24,11 +24,6 @@ def split_programs(x: Sizes) -> float:
     return x.B * x.Hkv * x.nq * x.S
 
 
-def row_programs(x: Sizes) -> float:
-    """One a row, where there is something to join."""
-    return x.joined * x.B * x.Hq * x.L
-
-
 def parts_bytes(x: Sizes) -> float:
     """An output and a log-sum-exp of each part, float32."""
     return x.joined * x.S * ROW_STATISTIC * x.B * x.Hq * x.L * (x.Dv + 1)
@@ -36,10 +31,6 @@ def parts_bytes(x: Sizes) -> float:
 
 def split_written(x: Sizes) -> float:
     return parts_bytes(x) + (1 - x.joined) * (output_bytes(x) + row_bytes(x))
-
-
-def joined_written(x: Sizes) -> float:
-    return x.joined * (output_bytes(x) + row_bytes(x))
 
 
 def _split_forward(t: Tiles) -> list[Stage]:
@@ -74,7 +65,8 @@ def joining(divider: Kernel) -> Kernel:
     """The kernel that joins what a divider leaves of each part."""
     return Kernel(
         KernelId(divider.id.family, "join_parts"), "forward", "forward", "kv", "the parts of its row", join_stages,
-        programs=row_programs, read=parts_bytes, written=joined_written, follows=divider.name, visits="none",
+        programs=lambda x: x.joined * x.B * x.Hq * x.L, read=parts_bytes,  # a row, where there is something to join
+        written=lambda x: x.joined * (output_bytes(x) + row_bytes(x)), follows=divider.name, visits="none",
         joins=divider, is_optional=True, features=(SINK,),
     )  # fmt: skip
 

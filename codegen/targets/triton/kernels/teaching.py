@@ -27,6 +27,7 @@ from .....compiler.planning.stage_words import (
     loads,
     stores,
 )
+from ..features import SINK
 from .backward import ROW_STATISTICS, ROWS, column_sums, dkey_dvalue_registers, weights_again
 from .forward import forward_registers
 
@@ -129,7 +130,7 @@ STREAMING = (
         programs=of.head_programs, read=streaming_forward_read, written=streaming_forward_written,
         sram=streaming_forward_sram, flops=of.forward_flops, exps=of.forward_exps,
         again=Again(of.query_visits, lambda x: (x.e * x.D + RUNNING * x.Dv + 2 * ROW_STATISTIC) * x.L),
-        registers=forward_registers, weighs=True,
+        registers=forward_registers, weighs=True, features=(SINK,),
     ),
     ROW_STATISTICS,
     Kernel(
@@ -210,6 +211,7 @@ STANDARD = (
             computes("sums", "max and sum of each row, joined from those of the columns", ONCE),
             stores("weights", f"P = exp2(S - max) / sum over S, in the second sweep; lse{t.sink_text}"),
         ],
+        features=(SINK,),
         programs=of.query_programs, read=of.matrix_bytes, written=lambda x: of.matrix_bytes(x) + of.row_bytes(x),
         exps=lambda x: 3 * of.score_count(x),
     ),
