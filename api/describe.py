@@ -23,7 +23,7 @@ from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import MOST_SHORT
 from .compiler.planning.splits import longest_visits
 from .compiler.planning.sum_times import sums_of
-from .compiler.planning.target import Planned, Target
+from .compiler.planning.target import PlannedCall, Target
 from .ir.attention import Attention
 from .ir.errors import WeftError, counted
 from .ir.reference import dense_mask
@@ -266,10 +266,10 @@ def _seen_by(attention: Attention, env: Mapping[str, Any], positions: Sequence[i
 
 def planned(
     attention: Attention, r: Request, target: Target, options: Mapping[str, Any], visible: VisiblePairs | None
-) -> Planned:
+) -> PlannedCall:
     """The call as a target is asked about it."""
     found = [each for each in (r.forward, r.backward) if each is not None and each.target is target]
-    return Planned(
+    return PlannedCall(
         facts_of(attention), r.sizes, _with_threads(r.machine),
         {each.code.signature.direction: each.code for each in found}, r.sequences is not None, options.get("q_offset"),
         None if visible is None else visible.count,

@@ -29,7 +29,7 @@ def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
     mask_function: MaskFunction | None = None, attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu", **options: Any,
-) -> Mask | Tensor:  # fmt: skip
+) -> Mask | Tensor | None:  # fmt: skip
     """What transformers' table of masks has under the name "weft"; arguments are those of its `sdpa_mask`.
 
     attention_mask: bool [batch, keys so far], False where a key is padding. A mask function that the language has no
@@ -41,7 +41,8 @@ def mask(
         mask_function=mask_function, attention_mask=attention_mask, device=device, **options,
     )  # fmt: skip
     if knows_floats_alone(type(options.get("config"))):
-        return pairs(q_offset=q_offset, of="eager_mask")
+        # none where nothing is hidden, as under "eager": a model that shortens its keys between layers counts on it
+        return pairs(q_offset=q_offset, of="eager_mask", skips=options.get("allow_is_bidirectional_skip", False))
     try:
         rule = traced(mask_function)
         kinds = tuple([kind_of(given) for given in rule.tensors])
@@ -68,13 +69,15 @@ def mask(
     return handed(Rule(shape, rule.text, tuple(rule.tensors), q_offset, kv_offset, seen), pairs, device)
 
 
-def every_pair(of: str = "sdpa_mask", **given: Any) -> Tensor:
-    """The mask as a tensor that transformers makes: of bools, or of floats that are added to scores ("eager_mask")."""
+def every_pair(of: str = "sdpa_mask", skips: bool = False, **given: Any) -> Any:
+    """The mask as a tensor that transformers makes: of bools, or of floats that are added to scores ("eager_mask").
+
+    skips: None where nothing is hidden.
+    """
     from transformers import masking_utils  # it is an extra, but whoever calls this has it
 
-    own = {**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    made: Tensor = getattr(masking_utils, of)(**own)
-    return made
+    own = {**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": skips}
+    return getattr(masking_utils, of)(**own)
 
 
 @constant_while_tracing

@@ -142,7 +142,7 @@ class Printing(NamedTuple):
     splits_tables: bool = False  # what tiles read by distance is added to a number times q.k, in backwards
 
 
-class Planned(NamedTuple):
+class PlannedCall(NamedTuple):
     """A call that is planned, as a target is asked about it."""
 
     facts: Facts
@@ -199,7 +199,7 @@ class Target(Protocol):
     def remarks(self, code: CodePlan, facts: Facts) -> Sequence[str]:
         """What `explain` says of its kernels besides."""
 
-    def says(self, call: Planned) -> Said:
+    def says(self, call: PlannedCall) -> Said:
         """What it says of one call."""
 
     def template(self, code: CodePlan) -> str:

@@ -154,7 +154,6 @@ def by_position(attention: Attention, more: Sequence[object]) -> WeftError:
 def offset_problems(q_offset: object, number: int | None, device: torch.device | None) -> list[Problem]:
     """q_offset: an int, or int32 [number] on the operands' device. No tensor for None; any device for device None."""
     label = "q_offset"
-    either = "an int" if number is None else f"an int or an int32 tensor [{number}]"
     if isinstance(q_offset, Tensor):
         if number is None:
             return [wrong(label, "an int", "a tensor", "a picture is of one row of the batch")]
@@ -162,11 +161,16 @@ def offset_problems(q_offset: object, number: int | None, device: torch.device |
             return [problem]
         if q_offset.dtype != torch.int32 or q_offset.dim() != 1 or q_offset.shape[0] != number:
             how = "pass int(x)" if q_offset.dim() == 0 else "pass x.to(torch.int32), one for each batch row"
-            return [wrong(label, either, f"{q_offset.dtype} {list(q_offset.shape)}", how)]
+            return [wrong(label, _positions_of(number), f"{q_offset.dtype} {list(q_offset.shape)}", how)]
         return place_problems(label, q_offset, device)
     if isinstance(q_offset, torch.SymInt):
         return []
-    return overflow_problems(q_offset) if is_int(q_offset) else [wrong(label, either, shown(q_offset))]
+    return overflow_problems(q_offset) if is_int(q_offset) else [wrong(label, _positions_of(number), shown(q_offset))]
+
+
+def _positions_of(number: int | None) -> str:
+    """Written where it is wrong alone: a size that torch.compile traces becomes a constant in a text."""
+    return "an int" if number is None else f"an int or an int32 tensor [{number}]"
 
 
 def overflow_problems(q_offset: int, *row: int) -> list[Problem]:

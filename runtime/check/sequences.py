@@ -128,7 +128,7 @@ def _starts_problems(query: Tensor, key: Tensor, starts: Mapping[str, Tensor], p
 
 def _lens_problems(query: Tensor, label: str, tensor: Tensor, number: int, each: str) -> list[Problem]:
     """What lengths must be. number: of sequences; each: what one is in the call."""
-    if isinstance(tensor, Tensor) and tensor.dtype in _INTS and tensor.shape == (number,):
+    if isinstance(tensor, Tensor) and tensor.dtype in _INTS and tensor.dim() == 1 and tensor.shape[0] == number:
         return place_problems(label, tensor, query.device)
     kind = f"a tensor int32 or int64 [{number}]"
     return _kind_problems(query, label, tensor, kind, _INTS, 1) or [

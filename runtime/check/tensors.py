@@ -335,8 +335,8 @@ def check_kept(name: str, b: BackwardCall) -> None:
     """Raise WeftError where an operand is no longer what the forward read, as far as dimensions and dtypes tell."""
     how = "keep operands until the backward has run"
     changed = [
-        wrong(n, f"{b.out.dtype} of 4 dimensions, as the forward read", f"{t.dtype} {list(t.shape)}, put in its place "
-              "before the backward, as by x.data = ...", how)
+        wrong(n, "what the forward read", f"{t.dtype} {list(t.shape)}, put in its place before the backward, as by "
+              "x.data = ...", how)
         for n, t in b.call.tensors.items()
         if t.dim() != 4 or t.dtype != b.out.dtype
     ]  # fmt: skip

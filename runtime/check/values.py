@@ -27,7 +27,7 @@ from ..settings import checks_values
 from .operands import LARGEST_OFFSET, overflow_problems
 from .tensors import form_problem, known_memory_problems, wrong
 
-_TRUSTED = 2**30  # ints read from a tensor are below it in size where they are computed with (analysis/ranges.py)
+_TRUSTED = 2**30  # ints read from a tensor are below it in size where ranges.py computes with them
 
 
 def known_offsets(offset: int | Tensor) -> Range | None:

@@ -50,7 +50,7 @@ def launch(declared, call, results, wanted=(), deterministic=False, seed=0, offs
         direction, "sm_90", Dtypes.all(DTYPES[call.query.dtype]),
         Widths(call.query.shape[3], call.value.shape[3], rope_dim), sequences=call.sequences.kind,
         offset=offset, wanted=frozenset(wanted),
-        deterministic=deterministic, boxed=boxed_of(facts_of(declared), call.operands), share=share,
+        deterministic=deterministic, boxed=boxed_of(facts_of(declared), call.operands), serves=share,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
         made = compile_kernels(declared, signature, by_name("h200"), "hopper", schedule)

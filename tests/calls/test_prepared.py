@@ -343,7 +343,7 @@ def test_the_backward_op_refuses_what_does_not_fit_the_forward(fresh: bool) -> N
         torch.ops.weft.attention_backward(out, lse[..., :7], out, lse, *call, wanted)
     with pytest.raises(weft.WeftError, match=r"lse: expected \[1, 2, 8\]"):
         torch.ops.weft.attention_backward(out, None, out, lse[:, :1], *call, wanted)
-    with pytest.raises(weft.WeftError, match=r"out: expected \[1, 2, 8, Dv\]"):
+    with pytest.raises(weft.WeftError, match=r"out: expected \[1, 2, 8, 16\]"):
         torch.ops.weft.attention_backward(out, None, out[:, :, :7], lse, *call, wanted)
 
 
@@ -534,5 +534,5 @@ def test_a_tensor_that_is_gone_before_the_backward_is_named(target: str, repeats
         with pytest.raises(weft.WeftError, match=rf"causal: {name}: expected a tensor with memory.*resized"):
             after(lambda *given, place=place: given[place].untyped_storage().resize_(0))
         if place < 3:
-            with pytest.raises(weft.WeftError, match=rf"{name}, of shape \[0\]: expected what the forward read"):
+            with pytest.raises(weft.WeftError, match=rf"{name}: expected what the forward read, got .* \[0\]"):
                 after(lambda *given, place=place: setattr(given[place], "data", torch.empty(0)))

@@ -155,7 +155,7 @@ def test_calls_that_repeat_on_a_cpu() -> None:
             with walking() as walk:
                 variant(*tensors, **given)
         check(walk)
-        assert walk.entered[-1] == "codegen/launch/fast/on_cpu.py"
+        assert walk.entered[-1].startswith("codegen/launch/fast/")
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -168,7 +168,7 @@ def test_first_calls_come_to_a_launch_in_as_few(target: str, direction: str, mon
     tensors = leaves([normal(2, heads, 64, 64) for heads in (4, 2, 2)])
     walk = Walk()
     _tell(monkeypatch, walk.launched)
-    out = variant(*tensors, target=target)
+    out, _ = variant(*tensors, target=target, return_lse=True)  # which torch itself does not record
     if direction == "backward":
         walk.to_launches.clear()
         torch.autograd.grad(out, tensors, torch.ones_like(out))

@@ -26,7 +26,7 @@ from importlib import import_module
 from typing import Any
 
 from weft.codegen import generate
-from weft.compiler.analysis.tiles.programs import programs
+from weft.compiler.analysis.tiles import programs
 from weft.compiler.analysis.values.affine import plus
 from weft.ir.operators import OPERATORS
 

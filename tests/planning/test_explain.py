@@ -248,7 +248,7 @@ import time, sys
 import weft.ir.attention, weft.compiler.analysis.tiles.facts
 started = time.process_time()
 sys.path.insert(0, sys.argv[1])
-from . import test_explain
+from tests.planning import test_explain
 started = time.process_time()
 import sympy
 test_explain.text_of()

@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 
-from weft.compiler.analysis.tiles.programs import proven
+from weft.compiler.analysis.tiles import proven
 
 from . import gallery
 from .proving import Proof, Tiles, prove_named, summary

@@ -14,7 +14,7 @@ from types import FunctionType, ModuleType
 
 import weft
 from weft import kv_pos, masks, q_pos
-from weft.compiler.analysis.tiles.programs import bounds, intervals, programs, survey
+from weft.compiler.analysis.tiles import bounds, intervals, programs, survey
 from weft.compiler.analysis.values import affine, interval_arithmetic
 from weft.ir.canonical import canonical
 from weft.ir.expr import Expr, expression

@@ -18,7 +18,7 @@ from tests.prove.proving import Tiles, prove, summary
 from tests.prove.questions import Question
 from tests.prove.solving import answer
 from weft import masks, q_pos
-from weft.compiler.analysis.tiles.programs import proven
+from weft.compiler.analysis.tiles import proven
 
 # One mask of each kind: other numbers in their place are left to `make prove`.
 LIBRARY = (

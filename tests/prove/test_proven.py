@@ -9,8 +9,8 @@ import pytest
 
 import weft
 from weft import kv_pos, masks, q_pos
+from weft.compiler.analysis.tiles import proven
 from weft.compiler.analysis.tiles.facts import Facts, facts_of
-from weft.compiler.analysis.tiles.programs import proven
 from weft.ir.expr import Expr
 
 SHAPE = weft.shape(heads=2, q_len=512, head_dim=64)

@@ -82,7 +82,7 @@ def _kernels(triple: Triple) -> Iterator[tuple[str, str]]:
         made = compile_kernels(triple.variant, code.signature, machine, code.target, schedule)
         for number, seen in enumerate(launched(made, triple.variant, plan.shape)):
             kernel = compile_ahead(seen, machine)
-            yield f"{direction} {code.signature.share} {number} {kernel.name}", _without_places(kernel.assembly)
+            yield f"{direction} {code.signature.serves} {number} {kernel.name}", _without_places(kernel.assembly)
 
 
 def _without_places(assembly: str) -> str:

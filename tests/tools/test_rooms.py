@@ -116,8 +116,8 @@ def test_signatures_have_one_maker() -> None:
 
 
 def test_kinds_of_sequences_are_asked_for_fields() -> None:
-    """Their names are words of users alone: of `weft build`, and of the module that has the records."""
-    own = ("compiler/planning/sources.py", "runtime/build.py", "api/cli.py")
+    """Their names are words of users alone: of `weft build`, the table of targets, and the module of the records."""
+    own = ("compiler/planning/sources.py", "runtime/build.py", "api/cli.py", "api/matrix.py")
     named = [
         p for room in ("compiler", "codegen", "runtime", "api") for p in places(room, r"[\"'](packed_paged|paged)[\"']")
     ]

@@ -20,7 +20,7 @@ from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments, segments_of
 from ....compiler.planning.signature import Direction, Signature, Widths
 from ....compiler.planning.sources import not_in_order
-from ....compiler.planning.target import CallTensors, Launcher, Planned, Printing, Said
+from ....compiler.planning.target import CallTensors, Launcher, PlannedCall, Printing, Said
 from ....ir.attention import Attention
 from ....ir.errors import InternalError, UnavailableError, WeftError
 from ....ir.expr import Expr, Load, Scalar, TensorOperand, call, symbol
@@ -56,7 +56,7 @@ class CpuTarget:
     def remarks(self, code: CodePlan, facts: Facts) -> Sequence[str]:
         return ()
 
-    def says(self, call: Planned) -> Said:
+    def says(self, call: PlannedCall) -> Said:
         known = computes_whole, short_heads, heads_with_mask, mask_numbers, keeps_weights, kind_of_mask
         return said(call, OwnKernel(*known))
 

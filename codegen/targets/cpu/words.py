@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ....compiler.planning.signature import Direction
-from ....compiler.planning.target import Planned, Said
+from ....compiler.planning.target import PlannedCall, Said
 from ...products import ANY_LENGTH
 from .choice import own_seconds
 from .cost import OwnWay, beside_products, causal_fraction
@@ -25,7 +25,7 @@ class OwnKernel(NamedTuple):
     kind_of_mask: Callable[..., str]
 
 
-def said(call: Planned, known: OwnKernel) -> Said:
+def said(call: PlannedCall, known: OwnKernel) -> Said:
     """Which directions torch's own operations compute, and whether torch's own kernel may."""
     words = _Words(call, known)
     own = words.computed_whole()
@@ -33,7 +33,7 @@ def said(call: Planned, known: OwnKernel) -> Said:
 
 
 class _Words:
-    def __init__(self, call: Planned, known: OwnKernel) -> None:
+    def __init__(self, call: PlannedCall, known: OwnKernel) -> None:
         self.call, self.known = call, known
 
     def sees_all(self) -> bool:

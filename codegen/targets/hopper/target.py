@@ -20,7 +20,7 @@ from ....compiler.planning.plan import CodePlan, KernelCode
 from ....compiler.planning.records import Segment, Shape
 from ....compiler.planning.segments import Segments, segments_of
 from ....compiler.planning.signature import Direction, Signature, Widths
-from ....compiler.planning.target import CallTensors, Launcher, Planned, Printing, Said
+from ....compiler.planning.target import CallTensors, Launcher, PlannedCall, Printing, Said
 from ....ir.attention import Attention
 from ....ir.errors import InternalError, WeftError, counted
 from ...functions import GLUON_LANGUAGE
@@ -77,7 +77,7 @@ class HopperTarget:
     def remarks(self, code: CodePlan, facts: Facts) -> Sequence[str]:
         return (*_many_rows(code), *_boxes(facts, code))
 
-    def says(self, call: Planned) -> Said:
+    def says(self, call: PlannedCall) -> Said:
         return Said()
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:

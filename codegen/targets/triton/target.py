@@ -24,7 +24,7 @@ from ....compiler.planning.plan import CodePlan, KernelCode
 from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments, segments_of
 from ....compiler.planning.signature import Direction, Signature, Widths
-from ....compiler.planning.target import CallTensors, Launcher, Planned, Printing, Said
+from ....compiler.planning.target import CallTensors, Launcher, PlannedCall, Printing, Said
 from ....ir.attention import Attention
 from ....ir.errors import WeftError
 from ....ir.walk import symbols
@@ -86,7 +86,7 @@ class TritonTarget:
     def remarks(self, code: CodePlan, facts: Facts) -> Sequence[str]:
         return ()
 
-    def says(self, call: Planned) -> Said:
+    def says(self, call: PlannedCall) -> Said:
         return Said()
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
