@@ -11,6 +11,7 @@ from torch import Tensor
 import weft
 from weft import WeftError, batch, head, kv_pos, masks, q_pos, score
 from weft.runtime import settings
+from weft.runtime.call import SLOTS
 from weft.runtime.check import sizes, values
 
 doc, table, block = weft.tensor("doc", 1, int), weft.tensor("table", 1), weft.tensor("block", 1, int)
@@ -74,7 +75,19 @@ def test_the_backward_is_checked_too() -> None:
 
 
 def test_a_compiled_graph_is_checked_too() -> None:
-    arguments = (*qkv(), None, [ids], [], [], 0, offsets(0, 5), *[None] * 5, 16, PACKED.canonical_text, "target=cpu")
+    arguments = (
+        *qkv(),
+        None,
+        [ids],
+        [],
+        [],
+        0,
+        offsets(0, 5),
+        *[None] * (len(SLOTS) - 1),
+        16,
+        PACKED.canonical_text,
+        "target=cpu",
+    )
     with pytest.raises(WeftError, match=r"packed: q_offset\[1\] is 5"):
         torch.ops.weft.attention(*arguments)
 

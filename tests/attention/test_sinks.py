@@ -10,6 +10,7 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_head, kv_pos, masks, q_pos, score
+from weft.runtime.call import SLOTS
 from weft.runtime.driver import builds
 
 from ..support import check_variant, mostly, poisoned
@@ -236,7 +237,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tensor:
 
 def test_opcheck() -> None:
     query, key, value, table = inputs()
-    arguments = (query, key, value, None, [table], [], [], 0, *[None] * 6, 16, LEARNED.canonical_text, "")
+    arguments = (query, key, value, None, [table], [], [], 0, *[None] * len(SLOTS), 16, LEARNED.canonical_text, "")
     found = torch.library.opcheck(torch.ops.weft.attention.default, arguments)
     assert set(found.values()) == {"SUCCESS"}, found
     with torch.no_grad():

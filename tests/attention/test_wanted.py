@@ -12,6 +12,7 @@ from weft.codegen.generate import generate
 from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.planning.machines.hardware import for_device
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
+from weft.runtime.call import SLOTS
 from weft.runtime.driver import resolve
 
 from ..support import mostly
@@ -75,7 +76,9 @@ def latent_gradients(schedule: str, wanted: set[str]) -> dict[str, Tensor]:
     made = {n: torch.randn(1, heads, 40, width, generator=generated) for n, (heads, width) in sizes.items()}
     leaves = {n: t.requires_grad_(n in wanted) for n, t in made.items()}
     options = f"target=interpret;schedule={schedule}"
-    out, _ = torch.ops.weft.attention(*leaves.values(), [], [], [], 0, *[None] * 6, 32, LATENT.canonical_text, options)
+    out, _ = torch.ops.weft.attention(
+        *leaves.values(), [], [], [], 0, *[None] * len(SLOTS), 32, LATENT.canonical_text, options
+    )
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
     return dict(zip(sorted(wanted), torch.autograd.grad(out, [leaves[n] for n in sorted(wanted)], dout)))
 

@@ -11,6 +11,7 @@ import torch
 import weft
 from weft import WeftError, head, kv_pos, masks, q_pos, score
 from weft.ir.errors import UnavailableError
+from weft.runtime.call import SLOTS
 
 CAUSAL = weft.Attention(mask=masks.causal, name="causal")
 window = weft.scalar("window", int)
@@ -81,7 +82,7 @@ def test_an_op_checks_operands_that_no_call_has_seen():
 
     def call(ids, slopes):
         return torch.ops.weft.attention(
-            *qkv(), None, [ids, slopes], [], [], 0, *[None] * 6, 16, packed.canonical_text, "target=cpu"
+            *qkv(), None, [ids, slopes], [], [], 0, *[None] * len(SLOTS), 16, packed.canonical_text, "target=cpu"
         )
 
     out, _ = call(torch.zeros(8, dtype=torch.int64), torch.ones(4))

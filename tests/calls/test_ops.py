@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
+from weft.runtime.call import SLOTS
 from weft.runtime.driver import builds
 
 window = weft.scalar("window", int)
@@ -31,7 +32,7 @@ def attend(query, key, value, slopes):
 
 def test_opcheck():
     query, key, value, table = operands()
-    arguments = (query, key, value, None, [table], [], [9], 0, *[None] * 6, 16, VARIANT.canonical_text, "")
+    arguments = (query, key, value, None, [table], [], [9], 0, *[None] * len(SLOTS), 16, VARIANT.canonical_text, "")
     found = torch.library.opcheck(torch.ops.weft.attention.default, arguments)
     assert set(found.values()) == {"SUCCESS"}, found
     with torch.no_grad():
@@ -79,7 +80,8 @@ def test_opcheck_with_lengths(name):
     given = LENGTHS[name]
     query, key, value, table = operands(batch=2 if name == "padded" else 1)
     starts = [given.get("cu_seqlens_q")] * 2
-    lengths = (given.get("q_offset"), given.get("q_lens"), given.get("kv_lens"), *starts, None)
+    lengths = (given.get("q_offset"), given.get("q_lens"), given.get("kv_lens"), *starts)
+    lengths += (None,) * (len(SLOTS) - len(lengths))
     arguments = (query, key, value, None, [table], [], [9], None, *lengths, 16, VARIANT.canonical_text, "")
     found = torch.library.opcheck(torch.ops.weft.attention.default, arguments)
     assert set(found.values()) == {"SUCCESS"}, found

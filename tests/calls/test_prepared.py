@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
+from weft.runtime.call import SLOTS
 from weft.runtime.run.variant import Variant
 
 pytest.importorskip("triton")
@@ -331,7 +332,7 @@ def test_the_backward_op_refuses_what_does_not_fit_the_forward(fresh: bool) -> N
     """A graph of torch reaches the op without the checks of a call."""
     variant = RECENT.replace(name=f"prepared_backward_op_{fresh}")
     q, k, v = three(8)
-    call = (q, k, v, None, [], [], [3], 0, *[None] * 6, 16, variant.canonical_text, "")
+    call = (q, k, v, None, [], [], [3], 0, *[None] * len(SLOTS), 16, variant.canonical_text, "")
     out, lse = torch.ops.weft.attention(*call)
     wanted = [True, True, True, False]
     if not fresh:

@@ -17,6 +17,7 @@ import weft
 from weft import head, kv_pos, masks, q_pos, score
 from weft.codegen.launch import launching
 from weft.compiler.planning.machines import hardware
+from weft.runtime.call import SLOTS
 from weft.runtime.run.variant import forget
 
 from ..support import check_variant, mostly
@@ -343,7 +344,7 @@ def test_a_backward_that_is_ready_takes_no_other_tensors():
         out = CAUSAL(*leaves)
     with pytest.raises(weft.WeftError, match="dout: expected"):
         torch.autograd.grad(out, leaves, torch.ones_like(out))
-    call = (query, key, value, None, [], [], [], 0, *[None] * 6, 64, CAUSAL.canonical_text, "")
+    call = (query, key, value, None, [], [], [], 0, *[None] * len(SLOTS), 64, CAUSAL.canonical_text, "")
     out, lse = torch.ops.weft.attention(*call)
     for dout in (out.double(), out[:, :, :7], out.cpu()):
         with pytest.raises(weft.WeftError, match="dout: expected"):
