@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 
 import pytest
@@ -52,8 +51,7 @@ def launch(declared, call, results, wanted=(), deterministic=False, seed=0, offs
         offset=offset, wanted=frozenset(wanted),
         deterministic=deterministic, boxed=boxed_of(facts_of(declared), call.operands), serves=serves,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
-        made = compile_kernels(declared, signature, by_name("h200"), "hopper", schedule)
+    made = compile_kernels(declared, signature, by_name("h200"), "hopper", schedule)
     assert made.resolved.target.name == "hopper"
     launcher = OnACpu.of(made, declared, seed)
     partition = launcher.partition(call, results)
