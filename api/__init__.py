@@ -13,7 +13,7 @@ from . import installed as _installed
 
 _installed.warn_of_the_other()  # before modules that it may have overwritten are imported
 
-from . import integrations, kv, masks, nn, scores, serving, variants
+from . import fp8, integrations, kv, masks, nn, scores, serving, variants
 from . import notebook as _notebook  # noqa: F401
 from .attention import Attention, parse_attention
 from .buckets import bucket
@@ -48,7 +48,7 @@ score = symbol("score")
 
 __all__ = [
     "Attention", "InternalError", "Latent", "Normalizer", "Plan", "Schedule", "Shape", "UnavailableError",
-    "WeftError", "batch", "bucket", "build", "calibrate", "group", "head", "head_dim", "integrations", "kv",
+    "WeftError", "batch", "bucket", "build", "calibrate", "fp8", "group", "head", "head_dim", "integrations", "kv",
     "kv_head", "kv_len", "kv_pos", "masks", "nn", "parse", "parse_attention", "q_len", "q_pos", "scalar", "score",
     "scores", "serving", "settings", "shape", "tensor", "tune", "variants",
 ]  # fmt: skip

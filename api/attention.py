@@ -17,7 +17,7 @@ from .compiler.planning.picture import Picture
 from .compiler.planning.plan import Plan
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
-from .internals import Internals, Main, Result, autocast
+from .internals import Internals, Main, Result, autocast, read_by_kernels
 from .ir import parse
 from .ir.attention import SEED
 from .ir.attention import Attention as Declaration
@@ -46,7 +46,7 @@ from .runtime.check.sequences import checked, given_sequences
 from .runtime.check.tensors import check_latent, main_problems
 from .runtime.check.values import check_offsets
 from .runtime.ops import dispatch
-from .runtime.options import DEFINED, PLAIN, READ_BY_KERNELS, CallOptions, Form, doc_of, signature_of
+from .runtime.options import DEFINED, PLAIN, CallOptions, Form, doc_of, signature_of
 from .runtime.run.variant import Variant
 from .runtime.settings import default_target
 from .signatures import Methods
@@ -181,8 +181,11 @@ class Attention(Methods, Declaration):
         else:
             sequences = Dense(q_offset) if type(q_offset) is int else dense_offset(q_offset)
         target, schedule = options.target, None if options.schedule is None else str(options.schedule)
-        choices = choices_of(default_target() if target is None else target, schedule, options.deterministic)
-        read = _read_by_kernels(options) if READ_BY_KERNELS and options is not PLAIN else None
+        read, out_name = None, None
+        if options.are_read:
+            read, out_name = read_by_kernels(str(self.name), query, key, value, options)
+        target = default_target() if target is None else target
+        choices = choices_of(target, schedule, options.deterministic, out_name)
         call = Call(query, key, value, rope, given, sequences, choices, head_dim or query.shape[3], read)
         try:
             out, lse = dispatch.run(own.variant, call, options.return_lse)
@@ -338,11 +341,6 @@ def parse_attention(text: str) -> Attention:
 def _lse(saved: Tensor) -> Tensor:
     """[B, Hq, L]: what an op gives, which keeps two statistics of a row where scores may lie far from 0."""
     return saved.sum(0) if saved.dim() == 4 else saved.contiguous()
-
-
-def _read_by_kernels(options: CallOptions) -> Mapping[str, Tensor] | None:
-    """The options that kernels read by their names, where they are given."""
-    return {n: value for n in READ_BY_KERNELS if (value := getattr(options, n)) is not None} or None
 
 
 def _as_method(function: Any, name: str, defined: bool) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .codegen.torch_private import is_surely_negative
-from .internals import Internals, Main
+from .internals import Internals, Main, read_by_kernels
 from .ir.attention import Attention as Declaration
 from .ir.errors import WeftError
 from .runtime.call import SLOTS, Arguments, choices_text, float_tensor
@@ -47,12 +47,17 @@ def traced(
     number, per_row = (None, offset) if isinstance(offset, Tensor) else (offset, None)
     if is_ragged:
         options = checked(str(attention.name), query, key, options.having(q_offset=offset))
-    slots = tuple([per_row if name == "q_offsets" else getattr(options, name) for name in SLOTS])
+    read: Mapping[str, Tensor] | None = None
+    out_name = None
+    if options.are_read:
+        read, out_name = read_by_kernels(str(attention.name), query, key, value, options)
+    own_slots = {"q_offsets": per_row, **(read or {})}
+    slots = tuple([own_slots[name] if name in own_slots else getattr(options, name) for name in SLOTS])
     target = traced_target() if options.target is None else options.target
     schedule = None if options.schedule is None else str(options.schedule)
     arguments = Arguments(
         query, key, value, rope, tensors, floats, ints, number, slots, head_dim or query.shape[3], attention.line,
-        choices_text(target, schedule, options.deterministic),
+        choices_text(target, schedule, options.deterministic, out_name),
     )  # fmt: skip
     return FORWARD(*arguments.flat)
 

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from .ir.attention import Attention as Declaration
+from .ir.errors import collected
 from .ir.expr import Scalar, TensorOperand
+from .runtime import descales
+from .runtime.check.tensors import rank_problems
+from .runtime.options import READ_BY_KERNELS, CallOptions
 from .runtime.run.variant import Variant, variant_of
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -65,14 +69,53 @@ class Internals:
         return {name: value for name, value in operands.items() if name not in self.unread}
 
 
+_AS_THEY_ARE = frozenset({torch.float64, *descales.FP8})
+
+
 def autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Under autocast, float operands take the autocast dtype, as those of torch's own attention do; float64 stays."""
+    """Under autocast, float operands take the autocast dtype, as those of torch's own attention do.
+
+    float64 and FP8 stay.
+    """
     first, *_ = tensors
     kind = first.device.type if isinstance(first, Tensor) else "cpu"
     if kind == "meta" or not torch.is_autocast_enabled(kind):  # autocast knows no meta
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(
-        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype not in _AS_THEY_ARE else t
         for t in tensors
     )
+
+
+def read_by_kernels(
+    name: str, query: Tensor, key: Tensor, value: Tensor | None, options: CallOptions
+) -> tuple[Mapping[str, Tensor] | None, str | None]:
+    """The options that kernels read by their names, descales as they read them; the name of the output's dtype."""
+    main = {"query": query, "key": key, "value": value}
+    if problems := rank_problems({n: t for n, t in main.items() if t is not None}):
+        raise collected(name, problems)
+    read = {n: t for n in READ_BY_KERNELS if n not in descales.NAMES and (t := getattr(options, n)) is not None}
+    read |= descales.read_by_kernels(name, main, options, options.block_table is not None)
+    return read or None, descales.out_name(options)
+
+
+def dequantized(
+    name: str, main: Main, options: CallOptions, dtype: torch.dtype | None = None
+) -> tuple[Main, CallOptions, torch.dtype]:
+    """The real numbers of operands that may be FP8, the options of a call with these, and the dtype of its output.
+
+    dtype: of the real numbers; that of the definition where not given.
+    """
+    named: dict[str, Tensor | None] = {"query": main.query, "key": main.key, "value": main.value}
+    read = descales.read_by_kernels(name, named, options, options.block_table is not None)
+    given = {n: t for n, t in named.items() if t is not None}
+    if descales.are_quantized([*given.values()]):
+        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
+        descales.refuse_gradients(name, wanted)
+    real = dtype or descales.real_dtype([*given.values()], options.out_dtype)
+    found = {n: descales.dequantized(t, read.get(descales.OF[n]), real) for n, t in given.items()}
+    out = descales.out_dtype_of(main.query, main.key, main.value, descales.out_name(options))
+    weights = {n: w.to(real) for n in ("uk", "uv") if (w := getattr(options, n)) is not None}
+    none = dict.fromkeys((*descales.NAMES, "out_dtype"))
+    return Main(found["query"], found["key"], found.get("value")), options.having(**none, **weights), out

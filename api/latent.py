@@ -10,9 +10,10 @@ from torch import Tensor
 
 from .compiler.planning.latent_forms import cheaper_form
 from .compiler.planning.records import Shape
-from .internals import Internals, Main, Result, autocast
+from .internals import Internals, Main, Result, autocast, dequantized
 from .ir.attention import Attention as Declaration
 from .ir.errors import Problem, WeftError
+from .runtime import descales
 from .runtime.call import sequences_of
 from .runtime.check.operands import check_absorbed
 from .runtime.check.sequences import checked
@@ -44,6 +45,8 @@ def attended(
     if paged:
         check_absorbed(attention, form, (query, cache, uk, uv))
         form = "absorbed"
+    if form is None and cache.dtype in descales.FP8:
+        form = "absorbed"  # which reads the cache as it is
     form = form or latent_form(attention, query, cache, uk, uv, operands)
     if form == "expanded":
         return _expanded(attention, run, (query, cache, uk, uv), options, operands)
@@ -64,6 +67,9 @@ def _expanded(
     """Latent attention with keys and values of all heads."""
     assert attention.latent is not None
     query, cache, uk, uv = given
+    if cache.dtype in descales.FP8:
+        real, options, _ = dequantized(str(attention.name), Main(query, cache, None), options, query.dtype)
+        cache = real.key
     if options.are_ragged:  # what lies behind a length must not reach gradients of uk and uv
         sequences = sequences_of(checked(str(attention.name), query, cache, options))
         cache = cleared(cache, sequences, query)  # type: ignore[arg-type]

@@ -32,6 +32,7 @@ class Kind:
     words: str
     variant: Attention
     dtype: torch.dtype | None = None  # None: bf16 on a GPU, fp32 on a CPU
+    stored: torch.dtype | None = None  # of key and value, where they are FP8
     kv_heads: int = HEADS
     dim: int = 64
     value_dim: int = 0  # 0: that of the keys
@@ -52,6 +53,7 @@ def kinds() -> Iterator[Kind]:
     yield Kind("a causal mask, bf16", causal, torch.bfloat16)
     yield Kind("fp16", causal, torch.float16)
     yield Kind("float32", causal, torch.float32)
+    yield Kind("keys and values in e4m3", causal, stored=torch.float8_e4m3fn)
     yield Kind("grouped heads", causal, kv_heads=2)
     yield Kind("D 80", causal, dim=80)
     yield Kind("D 20, no multiple of 8", causal, dim=20)
@@ -162,7 +164,7 @@ def _tensors(kind: Kind, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict[s
     empty = partial(torch.empty, dtype=dtype)
     query, latent = empty(*queries, kind.dim), kind.variant.latent
     if latent is None:
-        return [query, empty(*keys, kind.dim), empty(*keys, value_dim)], given
+        return [query, *(empty(*keys, width).to(kind.stored or dtype) for width in (kind.dim, value_dim))], given
     given["uk"] = empty(HEADS, latent.rank, kind.dim - latent.rope)
     given["uv"] = empty(HEADS, latent.rank, value_dim)
     return [query, empty(BATCH, 1, LENGTH, latent.rank + latent.rope)], given

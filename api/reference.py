@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .internals import Internals, Main
+from .internals import Internals, Main, dequantized
 from .ir.attention import Attention as Declaration
 from .ir.reference import expand_latent, ragged_reference, reference
 from .nested import are_jagged, lengths_given_twice, packed
+from .runtime import descales
 from .runtime.call import Lengths, Packed, PackedPaged, Pages, sequences_of
 from .runtime.check.operands import as_number, check_no_latent, check_operands, check_q_offset
 from .runtime.check.sequences import checked
@@ -41,6 +42,10 @@ def defined(
     else:
         check_no_latent(attention, uk, uv)
         check_tensors(name, query, key, value, paged)
+    if options.are_read or descales.are_quantized((query, key, value)):
+        real, options, dtype = dequantized(name, main, options)
+        out, lse = defined(attention, own, real, options, operands)
+        return out.to(dtype), lse
     if paged:  # from here on padded or packed rows, of which those behind a length belong to nobody
         key, value, options = _out_of_pages(name, query, key, value, options)
     if attention.latent is not None:

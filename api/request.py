@@ -14,12 +14,12 @@ from . import parts
 from .compiler.analysis.tiles.facts import facts_of
 from .compiler.analysis.tiles.measured import Table
 from .compiler.analysis.values.ranges import Ranges, check_integers
-from .compiler.planning.dtypes import ON_GPUS
+from .compiler.planning.dtypes import FP16, ON_GPUS
 from .compiler.planning.latent_forms import cheaper_form
 from .compiler.planning.machines import hardware
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
-from .compiler.planning.signature import MOST_SHORT, Described, Direction, Signature, Widths, signature_of
+from .compiler.planning.signature import MOST_SHORT, Described, Direction, Dtypes, Signature, Widths, signature_of
 from .compiler.planning.sources import DENSE
 from .compiler.planning.target import Target
 from .ir.attention import Attention
@@ -28,7 +28,7 @@ from .ir.expr import Scalar, TensorOperand
 from .ir.numbers import is_int
 from .ir.walk import scalars, tensors
 from .latent import latent_form
-from .runtime import driver
+from .runtime import descales, driver
 from .runtime.check.operands import as_number, check_absorbed, check_no_latent, check_q_offset, operand_problems
 from .runtime.check.operands import described as described_operands
 from .runtime.check.tensors import (
@@ -39,8 +39,8 @@ from .runtime.check.tensors import (
     refuse_tracing,
     width_problems,
 )
-from .runtime.options import DESCRIBED, LENGTHS, READ_BY_KERNELS, Form, check_values
-from .runtime.run.key import boxed_of, has_doubles, needs_offsets_64, offset_kind
+from .runtime.options import DESCRIBED, LENGTHS, PLAIN, READ_BY_KERNELS, Form, check_values
+from .runtime.run.key import boxed_of, dtypes_of, has_doubles, needs_offsets_64, offset_kind
 from .runtime.run.variant import variant_of
 from .runtime.settings import default_target
 
@@ -97,8 +97,9 @@ def _shape_of(
         raise WeftError(f"{attention.name}: nothing is computed for empty operands, and there is no plan")
     width = tensors[2].shape[3] if wanted == 3 else uv.shape[2] if isinstance(uv, Tensor) else attention.latent.rank  # type: ignore[union-attr]
     kv_heads = key.shape[1] if wanted == 3 else query.shape[1]
-    made = Shape(query.shape[0], query.shape[1], kv_heads, query.shape[2], kv_len, query.shape[3], width,
-                 DTYPES[query.dtype])  # fmt: skip
+    stored = DTYPES[key.dtype] if key.dtype in descales.FP8 else None
+    dtype = DTYPES[query.dtype] if query.dtype not in descales.FP8 else FP16.name  # of products
+    made = Shape(query.shape[0], query.shape[1], kv_heads, query.shape[2], kv_len, query.shape[3], width, dtype, stored)
     return made, str(query.device)
 
 
@@ -245,6 +246,7 @@ def request_of(
     asked = options.get("deterministic")
     repeats = True if asked is None and torch.are_deterministic_algorithms_enabled() else asked
     facts, on_gpu = facts_of(attention), machine.kind == "cuda"
+    dtypes, rows_read = _of_fp8(attention, operands, options)
 
     def signature(direction: Direction, wanted: frozenset[str]) -> Signature:
         described = Described(
@@ -252,7 +254,8 @@ def request_of(
             wanted, repeats, rows=(sizes.q_len, sizes.kv_len), number=1 if found is None else len(found.rows),
             lengths=_lengths(sizes, found), offsets_64=needs_offsets_64(options),
             doubles=on_gpu and has_doubles(options), boxed=boxed_of(facts, options, sizes.element_bytes * on_gpu),
-            options=frozenset(n for n in READ_BY_KERNELS if options.get(n) is not None),
+            options=frozenset(n for n in READ_BY_KERNELS if options.get(n) is not None), scaled_rows=rows_read,
+            dtypes=dtypes,
         )  # fmt: skip
         return signature_of(described, masked=attention.is_masked, sums_pairs=facts.sums_pairs(wanted))
 
@@ -279,6 +282,8 @@ def request_of(
     if found is not None and found.sequences.kind.is_mixed and found.rows:
         sizes = _averaged(sizes, len(found.rows), sizes.q_len)
     lacking = _PAGES_HAVE_NO_BACKWARD if options.get("block_table") is not None else _NO_BACKWARD
+    if dtypes is not None and dtypes.quantized:
+        lacking = _FP8_HAS_NO_BACKWARD
     if widths.value_is_key or lacking != _NO_BACKWARD:
         notes = (*forward.notes, lacking, *([first] if first else []))
         return Request(found, sizes, head_dim, machine, forward, None, notes, short)
@@ -291,6 +296,24 @@ def request_of(
         return Request(found, sizes, head_dim, machine, forward, None, (*forward.notes, f"no backward: {error}"), short)
     notes = tuple(dict.fromkeys((*forward.notes, *backward.notes, *([first] if first else []))))
     return Request(found, sizes, head_dim, machine, forward, backward, notes)
+
+
+def _of_fp8(
+    attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any]
+) -> tuple[Dtypes | None, frozenset[str]]:  # fmt: skip
+    """The dtypes of a call where they differ, and which of its descales are numbers of rows."""
+    given = [t for t in operands if isinstance(t, Tensor)]
+    asked = [n for n in (*descales.NAMES, "out_dtype") if options.get(n) is not None]
+    if not given:
+        if asked:
+            raise WeftError(f"{attention.name}: {', '.join(asked)}: a plan of FP8 operands wants their tensors")
+        return None, frozenset()
+    if not asked and not descales.are_quantized(given):
+        return None, frozenset()
+    query, key, value = given[0], given[1], given[2] if len(given) > 2 else None
+    main, own = {"query": query, "key": key, "value": value}, PLAIN.having(**{n: options[n] for n in asked})
+    read = descales.read_by_kernels(str(attention.name), main, own, options.get("block_table") is not None)
+    return dtypes_of(attention, query, key, value, descales.out_name(own)), descales.rows_read(read)
 
 
 def _misfit(
@@ -329,6 +352,7 @@ def _lengths(sizes: Shape, found: parts.Described | None) -> tuple[int, int]:
 
 
 _NO_BACKWARD = "the absorbed form has no backward: call with form='expanded' to train"
+_FP8_HAS_NO_BACKWARD = "a call with FP8 operands has no backward: train with bf16 operands"
 _PAGES_HAVE_NO_BACKWARD = "a call with block_table has no backward: gather the pages to train"
 
 

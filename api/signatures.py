@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, overload
 
+import torch
 from torch import Tensor
 
 from .compiler.planning.schedule import Schedule
@@ -28,6 +29,8 @@ class Methods:
             form: Form | None = None, kv_lens: Tensor | None = None, q_lens: Tensor | None = None,
             cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
             block_table: Tensor | None = None, seed: int | Tensor | None = None, train: bool = True,
+            q_descale: float | Tensor | None = None, k_descale: float | Tensor | None = None,
+            v_descale: float | Tensor | None = None, out_dtype: torch.dtype | None = None,
             operands: Mapping[str, Any] | None = None, **own: Own,
         ) -> Tensor: ...  # fmt: skip
         @overload
@@ -39,6 +42,8 @@ class Methods:
             kv_lens: Tensor | None = None, q_lens: Tensor | None = None,
             cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
             block_table: Tensor | None = None, seed: int | Tensor | None = None, train: bool = True,
+            q_descale: float | Tensor | None = None, k_descale: float | Tensor | None = None,
+            v_descale: float | Tensor | None = None, out_dtype: torch.dtype | None = None,
             operands: Mapping[str, Any] | None = None, **own: Own,
         ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
         @overload
@@ -50,6 +55,8 @@ class Methods:
             kv_lens: Tensor | None = None, q_lens: Tensor | None = None,
             cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
             block_table: Tensor | None = None, seed: int | Tensor | None = None, train: bool = True,
+            q_descale: float | Tensor | None = None, k_descale: float | Tensor | None = None,
+            v_descale: float | Tensor | None = None, out_dtype: torch.dtype | None = None,
             operands: Mapping[str, Any] | None = None, **own: Own,
         ) -> Result: ...  # fmt: skip
         def __call__(self, *given: Any, **own: Any) -> Any: ...
@@ -60,8 +67,9 @@ class Methods:
             uk: Tensor | None = None, uv: Tensor | None = None, kv_lens: Tensor | None = None,
             q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
             cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None,
-            seed: int | Tensor | None = None, train: bool = True,
-            operands: Mapping[str, Any] | None = None, **own: Own,
+            seed: int | Tensor | None = None, train: bool = True, q_descale: float | Tensor | None = None,
+            k_descale: float | Tensor | None = None, v_descale: float | Tensor | None = None,
+            out_dtype: torch.dtype | None = None, operands: Mapping[str, Any] | None = None, **own: Own,
         ) -> Tensor: ...  # fmt: skip
         @overload
         def reference(
@@ -70,6 +78,8 @@ class Methods:
             kv_lens: Tensor | None = None, q_lens: Tensor | None = None,
             cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
             block_table: Tensor | None = None, seed: int | Tensor | None = None, train: bool = True,
+            q_descale: float | Tensor | None = None, k_descale: float | Tensor | None = None,
+            v_descale: float | Tensor | None = None, out_dtype: torch.dtype | None = None,
             operands: Mapping[str, Any] | None = None, **own: Own,
         ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
         @overload
@@ -79,6 +89,8 @@ class Methods:
             kv_lens: Tensor | None = None, q_lens: Tensor | None = None,
             cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
             block_table: Tensor | None = None, seed: int | Tensor | None = None, train: bool = True,
+            q_descale: float | Tensor | None = None, k_descale: float | Tensor | None = None,
+            v_descale: float | Tensor | None = None, out_dtype: torch.dtype | None = None,
             operands: Mapping[str, Any] | None = None, **own: Own,
         ) -> Result: ...  # fmt: skip
         def reference(self, *given: Any, **own: Any) -> Any: ...

@@ -5,6 +5,7 @@ one query also beside cuDNN, and beside FlashInfer where that is installed (benc
     python benchmarks/decode.py --rows B16,MLA       rows whose name has one of these
     python benchmarks/decode.py --forms              also other forms and divisions of the keys, to calibrate with
     python benchmarks/decode.py --queries 1,2,4,8    tokens of a sequence that are decoded together
+    python benchmarks/decode.py --fp8                also caches of FP8, with a descale a head and one a token
 
 Time is that of a CUDA graph replayed over several inputs, which together are larger than L2; contenders take turns, in
 another order each round; the median of seven. GB/s counts keys and values once, TFLOP/s the two products of visible
@@ -141,6 +142,34 @@ class Given:
         return Given(query, caches, lens, {page: in_pages(caches, page) for page in (64, 16)})
 
 
+def in_fp8(pool: Tensor, per: str) -> tuple[Tensor, Tensor]:
+    """A pool [blocks, Hkv, page, D] as FP8, with a descale of each head or each row."""
+    if per == "token":
+        return weft.fp8.quantize(pool, per="token")
+    rows = pool.transpose(0, 1).flatten(1, 2)[None]  # [1, Hkv, rows, D]
+    data, descale = weft.fp8.quantize(rows, per="head")
+    return data[0].unflatten(1, (pool.shape[0], pool.shape[2])).transpose(0, 1), descale
+
+
+def of_fp8(row: Row, sets: list[Given]) -> dict[str, list[Call]]:
+    """The same calls over caches of FP8."""
+    found: dict[str, list[Call]] = {}
+    for own in sets:
+        query, given = own.query, {"kv_lens": own.lens} if row.ragged else {}
+        made = [weft.fp8.quantize(c, per="head") for c in own.caches]
+        ways = {"FP8 head": (made, given)}
+        for page, (pools, table) in own.paged.items():
+            paged = {"block_table": table, "kv_lens": own.lens}
+            for per in ("head", "token"):
+                ways[f"FP8 {per}, page {page}"] = ([in_fp8(p, per) for p in pools], paged)
+        for name, (stored, options) in ways.items():
+            descales = dict(zip(("k_descale", "v_descale"), (descale for _, descale in stored)))
+            found.setdefault(name, []).append(
+                lambda q=query, c=[data for data, _ in stored], o={**options, **descales}: row.variant(q, *c, **o)
+            )
+    return found
+
+
 def contenders(row: Row, q_len: int, schedule: str | None, sets: list[Given]) -> dict[str, list[Call]]:
     """For each a call for each set of inputs."""
     found: dict[str, list[Call]] = {"weft": [], "page 64": [], "page 16": []}
@@ -262,8 +291,10 @@ def errors(row: Row, q_len: int, given: Given, calls: dict[str, Call]) -> dict[s
     return found
 
 
-def shown(row: Row, q_len: int, taken: float) -> str:
-    return f"{taken * 1e6:8.1f} us {row.bytes / taken / 1e9:5.0f} GB/s {row.flops(q_len) / taken / 1e12:5.0f} TF"
+def shown(row: Row, q_len: int, taken: float, share: float = 1.0) -> str:
+    """share: of the bytes of bf16."""
+    rate = share * row.bytes / taken / 1e9
+    return f"{taken * 1e6:8.1f} us {rate:5.0f} GB/s {row.flops(q_len) / taken / 1e12:5.0f} TF"
 
 
 def divided(row: Row, q_len: int) -> str:
@@ -308,10 +339,14 @@ def other_forms(row: Row, q_len: int, sets: list[Given]) -> None:
     forget()
 
 
-def compared(row: Row, q_len: int, backends: list[str], peer: FlashInfer | None, forms: bool) -> dict[str, object]:
+def compared(
+    row: Row, q_len: int, backends: list[str], peer: FlashInfer | None, forms: bool, fp8: bool = False
+) -> dict[str, object]:  # fmt: skip
     """One row: errors, then times in turns."""
-    sets = [Given.of(row, q_len) for _ in range(max(2, min(16, int(COLD // row.bytes) + 1)))]
+    sets = [Given.of(row, q_len) for _ in range(max(2, min(16, int((1 + fp8) * COLD // row.bytes) + 1)))]
     calls = contenders(row, q_len, None, sets)
+    if fp8 and not row.latent:
+        calls |= of_fp8(row, sets)
     if peer is not None and q_len == 1 and row.variant is not WINDOW:
         calls |= peers(row, backends, peer, sets)
     print(f"{row.name}, {q_len} queries: {divided(row, q_len)}", flush=True)
@@ -321,8 +356,10 @@ def compared(row: Row, q_len: int, backends: list[str], peer: FlashInfer | None,
     for name, taken in in_turns(calls).items():
         host, (worst, differ) = on_the_host(calls[name][0]), checked[name]
         said = f"host {host * 1e6:6.1f} us, error {worst:.1e}, differ {differ}/5"
-        print(f"  {name:17} {shown(row, q_len, taken)}   {said}", flush=True)
-        found[name] = {"us": taken * 1e6, "gb_s": row.bytes / taken / 1e9, "tflops": row.flops(q_len) / taken / 1e12,
+        share = 0.5 if name.startswith("FP8") else 1.0
+        print(f"  {name:17} {shown(row, q_len, taken, share)}   {said}", flush=True)
+        rate, flops = share * row.bytes / taken / 1e9, row.flops(q_len) / taken / 1e12
+        found[name] = {"us": taken * 1e6, "gb_s": rate, "tflops": flops,
                        "host_us": host * 1e6, "error": worst, "differ": differ}  # fmt: skip
     if forms:
         other_forms(row, q_len, sets)
@@ -334,6 +371,7 @@ def main() -> None:
     parser.add_argument("--rows", default="")
     parser.add_argument("--queries", default="1")
     parser.add_argument("--forms", action="store_true")
+    parser.add_argument("--fp8", action="store_true", help="also caches of FP8; errors are then those of the format")
     parser.add_argument("--flashinfer", default="fa2,fa3", help="its backends, where it is installed; '' for none")
     parser.add_argument("--patience", type=float, default=600, help="seconds that FlashInfer may take to compile")
     parser.add_argument("--json", help="a file for all figures")
@@ -358,7 +396,9 @@ def main() -> None:
     found = {}
     for row, q_len in cases:
         try:
-            found[f"{row.name}, {q_len} queries"] = compared(row, q_len, ready[row.latent], peer, given.forms)
+            found[f"{row.name}, {q_len} queries"] = compared(
+                row, q_len, ready[row.latent], peer, given.forms, given.fp8
+            )  # fmt: skip
         except (weft.WeftError, RuntimeError) as problem:
             print(f"{row.name}, {q_len} queries: {str(problem)[:300]}", flush=True)
         torch.cuda.empty_cache()

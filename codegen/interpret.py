@@ -28,6 +28,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 import triton
 import triton.experimental.gluon  # a launch imports it, and must not do so while triton.language is patched
 import triton.language as tl
@@ -125,7 +126,7 @@ def _interpreted_library() -> tuple[_Override, ...]:
     """What to put in place during a launch. Triton's own functions are right if imported under TRITON_INTERPRET."""
     # 3.6 makes an int of a 1-element array by a conversion that numpy deprecated, and 2.4 removed
     index = (tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
-    ours = (index, *_comparisons(), *_quicker())
+    ours = (index, *_comparisons(), *_quicker(), (interpreter, "_convert_float", _of_fp8(interpreter._convert_float)))
     if isinstance(tl.max, InterpretedFunction):
         return ours
     return (*ours, *(override for name in _JITTED_MODULES for override in _overrides(name)))
@@ -145,6 +146,26 @@ def _comparisons() -> Iterator[_Override]:
 
 def _as_bool(compare: Callable[..., Any]) -> Callable[..., object]:
     return lambda builder, left, right: interpreter.TensorHandle(compare(builder, left, right).data, tl.int1)
+
+
+_OF_TORCH = {
+    "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2, "fp16": torch.float16, "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+}  # fmt: skip
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def _of_fp8(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Conversions of FP8 by torch: Triton's lose denormal numbers, and make numbers of NaN."""
+
+    def found(source: Any, source_type: Any, target_type: Any, rounding_mode: object) -> Any:
+        if 8 not in (source_type.primitive_bitwidth, target_type.primitive_bitwidth):
+            return convert(source, source_type, target_type, rounding_mode)
+        stored = torch.from_numpy(np.ascontiguousarray(source)).view(_OF_TORCH[source_type.name])
+        made = stored.to(_OF_TORCH[target_type.name])
+        return made.view(_BITS[made.element_size()]).numpy()
+
+    return found
 
 
 def _quicker() -> Iterator[_Override]:

@@ -51,7 +51,11 @@ class Served:
             query, key, value = heads.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
             step.append(layer, self.rope.rotate(key, rotation), value)
             out = capped_window(
-                self.rope.rotate(query, rotation), step.keys(layer), step.values(layer), window=WINDOW, **step.options
+                self.rope.rotate(query, rotation),
+                step.keys(layer),
+                step.values(layer),
+                window=WINDOW,
+                **step.options_of(layer),
             )
             x = x + block.out(out.transpose(1, 2).flatten(2))
             x = x + block.network(block.before_network(x))

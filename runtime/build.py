@@ -244,7 +244,9 @@ def _sequences(job: Job) -> Sequences:
 
 
 def _results(variant: Variant, call: Call, direction: Direction) -> dict[str, Tensor | None]:
-    out, lse = (place.beside(call.query) for place in variant.forward_places(call.query, call.value))
+    out, lse = (
+        place.beside(call.query) for place in variant.forward_places(call.query, call.key, call.value, call.choices)
+    )
     results: dict[str, Tensor | None] = {"out": out, "lse": lse}
     if direction == "backward":
         results |= {"dout": torch.empty_like(out), "dlse": None}

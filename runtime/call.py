@@ -218,36 +218,41 @@ class Choices:
     schedule: str | None = None  # None, the name of an algorithm, or the text of a Schedule
     # gradients must be bitwise repeatable; None: those of operands, the query's where nothing else is faster
     deterministic: bool | None = None
+    out: str | None = None  # the dtype of the output, by name; None: the usual one
 
     @property
     def text(self) -> str:
         """The part that ops carry: `target=cpu;schedule=flash`; "" where all is as by default."""
-        return choices_text(self.target, self.schedule, self.deterministic)
+        return choices_text(self.target, self.schedule, self.deterministic, self.out)
 
 
 _ANSWERS = {True: "yes", False: "no", None: None}
 
 
-def choices_text(target: str | None, schedule: str | None, deterministic: bool | None = None) -> str:
+def choices_text(
+    target: str | None, schedule: str | None, deterministic: bool | None = None, out: str | None = None
+) -> str:  # fmt: skip
     """A separator in either would be read as another option: neither has one where it means anything."""
-    parts = [("target", target), ("schedule", schedule), ("deterministic", _ANSWERS[deterministic])]
+    parts = [("target", target), ("schedule", schedule), ("deterministic", _ANSWERS[deterministic]), ("out", out)]
     return ";".join(f"{name}={value.replace(';', ',')}" for name, value in parts if value)
 
 
 @lru_cache(maxsize=256)
-def choices_of(target: str | None, schedule: str | None, deterministic: bool | None = None) -> Choices:
+def choices_of(
+    target: str | None, schedule: str | None, deterministic: bool | None = None, out: str | None = None
+) -> Choices:  # fmt: skip
     """The same object for the same choices, so that a repeated call makes none."""
-    return Choices(target, schedule, deterministic)
+    return Choices(target, schedule, deterministic, out)
 
 
 @lru_cache(maxsize=256)
 def parse_choices(text: str) -> Choices:
     """Read back `Choices.text`."""
     given = dict(part.partition("=")[::2] for part in text.split(";") if part)
-    if not given.keys() <= {"target", "schedule", "deterministic"}:
+    if not given.keys() <= {"target", "schedule", "deterministic", "out"}:
         raise WeftError(f"options: expected text like 'target=cpu;schedule=flash', got {text!r}")
     deterministic = {"yes": True, "no": False}.get(given.get("deterministic", ""))
-    return choices_of(given.get("target"), given.get("schedule"), deterministic)
+    return choices_of(given.get("target"), given.get("schedule"), deterministic, given.get("out"))
 
 
 # -- the call --------------------------------------------------------------------------------------------------------

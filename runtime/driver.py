@@ -271,12 +271,14 @@ def _written_target(given: Schedule, facts: Facts, signature: Signature) -> str 
 def why_not(target: Target, algorithm: Algorithm, signature: Signature, facts: Facts) -> str | None:
     """Why a target cannot compute one direction; None where it can."""
     kernels = _kernels(target, algorithm, signature, facts)
-    if kernels and (unread := signature.options.difference(*(kernel.options for kernel in kernels))):
-        return f"{target.name} has no kernel that reads {', '.join(sorted(unread))}"
     reasons = (target.supports(kernel, signature, facts) for kernel in kernels)
-    return next(
+    unread = signature.options.difference(*(kernel.options for kernel in kernels)) if kernels else ()
+    if unread and not signature.dtypes.quantized:  # of FP8 operands a target says itself that it has none
+        return f"{target.name} has no kernel that reads {', '.join(sorted(unread))}"
+    found = next(
         (r for r in reasons if r is not None), None if kernels else target.refusal(algorithm, signature.direction)
     )
+    return found or (f"{target.name} has no kernel that reads {', '.join(sorted(unread))}" if unread else None)
 
 
 def available() -> dict[str, str | None]:

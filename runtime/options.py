@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_type_hints
 
+import torch
 from torch import Tensor
 
 from ..codegen.targets import targets
@@ -51,6 +52,12 @@ def _target(value: object) -> str | None:
     if value is None or isinstance(value, str):
         return None
     return f"{', '.join(t.name for t in targets())} or None"
+
+
+def _out_dtype(value: object) -> str | None:
+    if value is None or value in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        return None
+    return "torch.bfloat16, torch.float16, torch.float32 or None"
 
 
 def _schedule(value: object) -> str | None:
@@ -133,11 +140,29 @@ class CallOptions:
     train: Annotated[bool, Option(
         "`False` drops nothing: kernels of the variant without dropout", described=False, rule=_flag,
     )] = True
+    q_descale: Annotated[float | Tensor | None, Option(
+        "of an [FP8](fp8.md) query: a real number is a stored one times it. A float, or a float32 tensor that "
+        "broadcasts to `[B, Hq, 1, 1]`, or one number a block of 1, 64 or 128 rows, `[B, Hq, ceil(L / n), 1]`",
+        in_schema=True,
+    )] = None
+    k_descale: Annotated[float | Tensor | None, Option(
+        "the same of an FP8 key, with Hkv and T; over pages `[1, Hkv, 1, 1]` or one number a row, "
+        "`[blocks, Hkv, page, 1]`", in_schema=True,
+    )] = None
+    v_descale: Annotated[float | Tensor | None, Option(
+        "the same of an FP8 value", in_schema=True,
+    )] = None
+    out_dtype: Annotated[torch.dtype | None, Option(
+        "of a call with FP8 operands: the dtype of the output; where not given, that of the query, or of the other "
+        "operands where the query is FP8, or bfloat16 where all three are", rule=_out_dtype,
+    )] = None
     operands: Annotated[Mapping[str, Any] | None, Option(
         "operands of the variant by name, beside those that are given as keywords", described=False,
     )] = None
 
-    are_ragged = False  # whether they say where sequences lie: what follows from the others, but asked for at each call
+    # what follows from the others, but is asked for at each call:
+    are_ragged = False  # whether they say where sequences lie
+    are_read = False  # whether they have what kernels read by its name, or say the dtype of the output
 
     @property
     def lengths(self) -> dict[str, Tensor]:
@@ -154,6 +179,7 @@ class CallOptions:
         for n in OPTIONS:  # as torch.compile can trace it
             setattr(found, n, given[n] if n in given else getattr(self, n))
         found.are_ragged = any([getattr(found, n) is not None for n in LENGTHS])
+        found.are_read = any([getattr(found, n) is not None for n in _READ])
         return found
 
 
@@ -165,6 +191,7 @@ OPTIONS: Mapping[str, Option] = {
 LENGTHS = ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_kv", "block_table")
 IN_SCHEMA = tuple(name for name, option in OPTIONS.items() if option.in_schema)
 READ_BY_KERNELS = tuple(name for name in IN_SCHEMA if name not in LENGTHS)
+_READ = (*READ_BY_KERNELS, "out_dtype")
 DEFINED = frozenset(name for name, option in OPTIONS.items() if option.defined)
 DESCRIBED = tuple(name for name, option in OPTIONS.items() if option.described)
 _RULES = {name: option.rule for name, option in OPTIONS.items()}
@@ -192,6 +219,8 @@ def read(name: str, given: Mapping[str, Any]) -> tuple[CallOptions, dict[str, An
         setattr(options, n, value)
         if n in LENGTHS and value is not None:
             options.are_ragged = True
+        elif n in _READ and value is not None:
+            options.are_read = True
     if options.operands is not None:
         own = joined(name, own, options.operands)
     return options, own

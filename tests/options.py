@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, overload
 
+import torch
 from torch import Tensor
 
 from .compiler.planning.schedule import Schedule

@@ -15,11 +15,14 @@ from torch import Tensor
 from ..distributed import is_sharded
 from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected, counted
+from ..runtime.descales import FP8
 from .blocks import NO_SALT, Blocks, Start, start_of
+from .scales import Given, Scale, scale_problems, scales_of
 from .step import Step, on_device
 from .table import Table
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_DTYPES = (*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)
 _MOST = 2**30  # tokens of a sequence, and rows of a cache: as calls have it
 _ON_HOST = -1  # in place of a block: the page was swapped out
 
@@ -74,7 +77,8 @@ class Cache:
 
     def __init__(
         self, blocks: int, page: int, layers: int, kv_heads: int | None, head_dim: int | None, value_dim: int | None,
-        latent: Latent | None, dtype: torch.dtype, device: torch.device | str,
+        latent: Latent | None, dtype: torch.dtype, device: torch.device | str, scale: Scale | None = None,
+        descales: tuple[Given, Given] = (None, None),
     ) -> None:  # fmt: skip
         name = type(self).__name__
         given = {"layers": layers, **self._sizes(blocks, page)}
@@ -88,6 +92,7 @@ class Cache:
                 problems.append(f"latent: expected weft.Latent(rank=..., rope=...), got {latent!r}")
             if not kv_heads is head_dim is value_dim is None:
                 problems.append("latent: a latent cache has one vector a token; leave kv_heads, head_dim and value_dim")
+        problems += scale_problems(dtype, scale, descales, has_values=latent is None)
         if dtype not in _DTYPES:
             problems.append(f"dtype: expected one of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
         if not problems and blocks * page > _MOST:
@@ -106,6 +111,7 @@ class Cache:
         with torch.inference_mode(False):  # so that steps may be made in that mode or outside
             pools = [torch.zeros(*shape, width, dtype=dtype, device=self.device) for width in widths]
         self._keys, self._values = pools[:layers], pools[layers:]
+        self.scales = scales_of(self, blocks, scale, descales) if dtype in FP8 else None
         self._blocks, self._table = Blocks(blocks), Table()
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
@@ -138,7 +144,10 @@ class Cache:
 
     @property
     def _pools(self) -> list[Tensor]:
-        return [*self._keys, *self._values]
+        """All that belongs to blocks, as it is copied: torch copies no FP8 by an index."""
+        if self.scales is None:
+            return [*self._keys, *self._values]
+        return [*(pool.view(torch.uint8) for pool in (*self._keys, *self._values)), *self.scales.pools]
 
     # -- sequences ---------------------------------------------------------------------------------------------------
     def allocate(self, tokens: Iterable[int] | None = None, *, salt: Hashable = None) -> int:
@@ -526,7 +535,10 @@ class Cache:
         if rows.shape != shape:
             return [f"{name}: expected {list(shape)}, got {list(rows.shape)}"]
         problems = []
-        if rows.dtype != self.dtype:
+        if self.scales is not None:
+            if rows.dtype not in _FLOATS:
+                problems.append(f"{name}: expected real numbers, which the cache quantises, got {rows.dtype}")
+        elif rows.dtype != self.dtype:
             problems.append(
                 f"{name}: expected {self.dtype} as the cache has, got {rows.dtype}; cast it with .to(...), or "
                 f"make the cache with dtype={rows.dtype}"

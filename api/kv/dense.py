@@ -10,6 +10,7 @@ from ..ir.attention import Latent
 from ..ir.errors import WeftError, counted
 from .blocks import start_of
 from .cache import Cache, _Sequence
+from .scales import Given, Scale
 
 
 class DenseCache(Cache):
@@ -27,9 +28,13 @@ class DenseCache(Cache):
     def __init__(
         self, sequences: int, capacity: int, *, layers: int = 1, kv_heads: int | None = None,
         head_dim: int | None = None, value_dim: int | None = None, latent: Latent | None = None, dtype: torch.dtype,
-        device: torch.device | str = "cpu",
+        device: torch.device | str = "cpu", scale: Scale | None = None, k_descale: Given = None,
+        v_descale: Given = None,
     ) -> None:  # fmt: skip
-        super().__init__(sequences, capacity, layers, kv_heads, head_dim, value_dim, latent, dtype, device)
+        super().__init__(
+            sequences, capacity, layers, kv_heads, head_dim, value_dim, latent, dtype, device, scale,
+            (k_descale, v_descale),
+        )  # fmt: skip
 
     def _sizes(self, blocks: int, page: int) -> dict[str, object]:
         return {"sequences": blocks, "capacity": page}

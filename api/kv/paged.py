@@ -10,6 +10,7 @@ from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected, counted
 from ..runtime.call import LARGEST_PAGE
 from .cache import Cache, is_size
+from .scales import Given, Scale
 from .step import Step
 
 
@@ -22,24 +23,30 @@ class PagedCache(Cache):
         with cache.extend([a, b], [3, 1]) as step:  # a gets three rows, b one
             for layer in range(cache.layers):
                 step.append(layer, key, value)  # [2, Hkv, 3, D]
-                out = variant(query, step.keys(layer), step.values(layer), **step.options)
+                out = variant(query, step.keys(layer), step.values(layer), **step.options_of(layer))
 
     Lengths and blocks are kept on the host, so that no step waits for the device. Work on it goes in the order of the
     current stream.
 
     blocks: how many there are. page: tokens of a block, a power of two from 1 to 256. layers: pools. value_dim: Dv, D
     where not given. latent: in place of kv_heads and head_dim, vectors [1, rank + rope] without values, for variants
-    with `latent=`. dtype: bf16, fp16, fp32 or fp64.
+    with `latent=`. dtype: bf16, fp16, fp32 or fp64; or torch.float8_e4m3fn or e5m2, whose rows the cache quantises as
+    it appends them. scale: "token" for one descale a row and head; "head" for one a head, which is given as k_descale
+    and v_descale, a number or [layers, Hkv], or is twice what the first rows of a layer want: larger ones saturate.
     """
 
     def __init__(
         self, blocks: int, *, layers: int = 1, kv_heads: int | None = None, head_dim: int | None = None,
         value_dim: int | None = None, latent: Latent | None = None, page: int = 16, dtype: torch.dtype,
-        device: torch.device | str = "cpu",
+        device: torch.device | str = "cpu", scale: Scale | None = None, k_descale: Given = None,
+        v_descale: Given = None,
     ) -> None:  # fmt: skip
         if not isinstance(page, int) or not 1 <= page <= LARGEST_PAGE or page & (page - 1):
             raise WeftError(f"PagedCache: page: expected a power of two from 1 to {LARGEST_PAGE}, got {page!r}")
-        super().__init__(blocks, page, layers, kv_heads, head_dim, value_dim, latent, dtype, device)
+        super().__init__(
+            blocks, page, layers, kv_heads, head_dim, value_dim, latent, dtype, device,
+            scale, (k_descale, v_descale),
+        )  # fmt: skip
 
     def fixed_step(self, sequences: int, length: int = 1, *, pages: int) -> Step:
         """A step whose tensors stay where they are, for CUDA graphs: up to so many sequences, rows of each, and pages.

@@ -66,7 +66,14 @@ class Step:
     @property
     def options(self) -> dict[str, Any]:
         """Options of a call whose queries are the new rows: `variant(query, step.keys(0), step.values(0),
-        **step.options)`."""
+        **step.options)`. Of a cache of FP8 with several layers they differ: `step.options_of(layer)`."""
+        if self.cache.scales is not None and self.cache.layers > 1:
+            raise WeftError("options: descales of FP8 differ by layer; pass **step.options_of(layer)")
+        return self.options_of(0)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Those that all layers have."""
         found: dict[str, Any] = {"kv_lens": self.kv_lens}
         if self.cu_seqlens_q is not None:
             found["cu_seqlens_q"] = self.cu_seqlens_q
@@ -75,6 +82,11 @@ class Step:
         if self.block_table is not None:
             found["block_table"] = self.block_table
         return found
+
+    def options_of(self, layer: int = 0) -> dict[str, Any]:
+        """The same with the descales of a layer, where the cache is one of FP8."""
+        scales = self.cache.scales
+        return self._options if scales is None else self._options | scales.of(layer, self._rows)
 
     def append(self, layer: int, key: Tensor, value: Tensor | None = None) -> None:
         """Write the new rows of one layer: key [B, Hkv, L, D] and value [B, Hkv, L, Dv], of the cache's dtype.
@@ -86,8 +98,11 @@ class Step:
         if self.state not in ("open", "fixed"):
             raise WeftError(f"append: this step is {self.state}; make the next one with extend(...)")
         self.cache._check_rows(self.slots.shape[0], self.length, layer, key, value)
-        has_values = self.cache.has_values
-        append_rows(key, value, self.cache.keys(layer), self.cache.values(layer) if has_values else None, self.slots)
+        cache = self.cache
+        if cache.scales is not None:
+            cache.scales.append(cache, layer, key, value, self.slots)
+        else:
+            append_rows(key, value, cache.keys(layer), cache.values(layer) if cache.has_values else None, self.slots)
         if torch.compiler.is_compiling():
             self._is_watched = False
         else:

@@ -99,7 +99,7 @@ class Attention(nn.Module):
         if cache is not None:
             cache.append(self.layer, key, value)
             key, value = cache.keys(self.layer), cache.values(self.layer)
-            options = {**cache.options, **options}
+            options = {**cache.options_of(self.layer), **options}
         if self.variant.drops:
             options.setdefault("train", self.training)
         out = self.variant(query, key, value, **options)

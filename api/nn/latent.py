@@ -117,7 +117,7 @@ class LatentAttention(nn.Module):
         if cache is not None:
             cache.append(self.layer, vector)
             vector = cache.keys(self.layer)
-            options = {**cache.options, **options}
+            options = {**cache.options_of(self.layer), **options}
             form = "absorbed" if cache.block_table is not None else form
         if self.variant.drops:
             options.setdefault("train", self.training)

@@ -277,17 +277,21 @@ def function(source: str, name: str, space: Mapping[str, object]) -> Callable[..
     return scope[name]  # type: ignore[return-value]
 
 
-def alignment(tensors: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[bool, int]]:
+def alignment(tensors: Sequence[str], mixed: bool = False) -> Callable[[Mapping[str, Any]], tuple[bool, int]]:
     """A function of the given tensors [B, H, rows, D]: (is every address and stride a multiple of 16 bytes, the longest
-    stride of a row in elements)."""
+    stride of a row in elements). mixed: their elements are not of one size."""
     lines = ["def alignment(given):"]
     for name in tensors:
         lines += [f"    {name} = given[{name!r}]", f"    {name}_sb, {name}_sh, {name}_sl, _ = {name}.stride()"]
     addresses = " | ".join(f"{name}.data_ptr()" for name in tensors)
-    strides = " | ".join(f"{name}_s{axis}" for name in tensors for axis in "bhl")
+    alike = [[name] for name in tensors] if mixed else [tensors]  # of one size
+    strides = (
+        f"({' | '.join(f'{name}_s{axis}' for name in names for axis in 'bhl')}) * {names[0]}.element_size()"
+        for names in alike
+    )
     rows = ", ".join(f"{name}_sl" for name in tensors)
     lines += [
-        f"    bits = {addresses} | ({strides}) * {tensors[0]}.element_size()",
+        f"    bits = {addresses} | {' | '.join(strides)}",
         f"    return bits & 15 == 0, max({rows}{', 0' if len(tensors) == 1 else ''})",
     ]
     return function("\n".join(lines), "alignment", {})

@@ -162,7 +162,8 @@ class Division(Part):
     def _sizes(self, form: Any, machine: Hardware, lengths: tuple[int, int, int, int, int]) -> Sizes:
         """lengths: B, Hq, Hkv, L and T."""
         signature, code = self._job.signature, self._job.code
-        shape = Shape(*lengths, signature.widths.head_dim, signature.widths.value_dim, signature.dtype)
+        widths, stored = signature.widths, signature.dtypes.fp8_key
+        shape = Shape(*lengths, widths.head_dim, widths.value_dim, signature.dtype, stored)
         return sizes_of(self.kernel, form, shape, machine, code.segments, 1, self._job.facts.traits)
 
     def registers(self, form: Any, rows: int) -> int:

@@ -223,6 +223,12 @@ class Job(Planned):
         return [*names, "out", "lse", "dout", "dlse"] if self.is_backward else names
 
     @property
+    def descales(self) -> dict[str, str]:
+        """The descales that a call has, each with what the rows of its operand are called."""
+        rows = {"q_descale": "q_len", "k_descale": "kv_len", "v_descale": "kv_len"}
+        return {n: own for n, own in rows.items() if n in self.signature.options}
+
+    @property
     def arguments(self) -> list[str]:
         return [f"arg_{p.name}" for p in self.facts.attention.parameters]
 

@@ -22,6 +22,7 @@ from .division import Division
 from .fast.direct import DirectWay, Prepared, may_go_directly
 from .fast.ways import Ways, first_of
 from .job import Job, KernelLaunch, Mode, OwnPart, Part, SummingPart
+from .scaled import shift_of
 
 HEAD_BUNCH = 8  # heads whose tiles run together, so that their keys and values are shared in L2
 _MOST_ROWS = 512  # of a tile
@@ -45,7 +46,7 @@ class KernelLauncher:
         made = [f"d{n}" for n in job.operand_names if n not in ("out", "dout")] if job.is_backward else []
         # what TMA cannot read a target turns away before
         self._asks_alignment = descriptors is None or division is not None
-        self._aligned = alignment([*job.operand_names, *made])
+        self._aligned = alignment([*job.operand_names, *made], bool(job.signature.dtypes.quantized))
         self._modes: dict[Mode, Prepared] = {}
         self._evaluating: dict[tuple[str, Mode], Callable[[Mapping[str, Any]], Any]] = {}
         self._ways: dict[Mode, Ways] = {}
@@ -172,6 +173,7 @@ class KernelLauncher:
         rows = {**job.sequences.vocabulary}
         if job.signature.widths.value_is_key:
             rows["value"] = f"key[..., :{job.signature.widths.value_dim}]"
+        rows |= {f"{n}_shift": f"shift_of({n}.shape[2], {rows_of})" for n, rows_of in job.descales.items()}
         if job.is_backward:
             block = job.padding(mode)
             rows["padded_len"] = f"(q_len + {block - 1}) // {block} * {block}"
@@ -180,7 +182,8 @@ class KernelLauncher:
         return rows
 
     def _tools(self) -> dict[str, Any]:
-        return {name: tool for part in self.parts for name, tool in part.tools().items()}
+        own = {"shift_of": shift_of} if self.job.descales else {}
+        return own | {name: tool for part in self.parts for name, tool in part.tools().items()}
 
     def _packer(self, mode: Mode, given: Mapping[str, Any], pointers: bool = True) -> Packer:
         """Of the longer way."""

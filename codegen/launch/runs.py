@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...ir.sequences import Rows
+from .scaled import Scaled
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,16 @@ class Run:
     packed: bool  # queries, and keys that are in no table, lie one after the other in one batch row
     table: Tensor | None = None  # int32 [B, pages], where keys are pools [blocks, Hkv, page, ...]
 
-    def queries(self, tensor: Tensor) -> Tensor:
+    def queries(self, tensor: Tensor | Scaled) -> Tensor:
         """Their rows of [B, Hq, L, ...], or of packed [1, Hq, total, ...]: a view [count, Hq, q_len, ...]."""
+        if isinstance(tensor, Scaled):
+            return tensor.real(self.queries)
         return self._view(tensor, self.first.q_first, self.first.q_len)
 
-    def keys(self, tensor: Tensor) -> Tensor:
+    def keys(self, tensor: Tensor | Scaled) -> Tensor:
         """The same of keys, values and their gradients; a copy where these are pools."""
+        if isinstance(tensor, Scaled):
+            return tensor.real(self.keys)
         if self.table is not None:
             pages = -(-self.first.kv_len // tensor.shape[2])
             blocks = self.table[self.first.number : self.first.number + self.count, :pages].long()

@@ -167,6 +167,7 @@ def sizes_of(
         k=1, neighbours_miss=1, nonlinear=0 if traits.linear else 1, begins_zero=int(shape.group > 1),
         R=sum(s.width for s in parts.qk if s.source == "rope"),
         long_axis=int((shape.kv_len if kernel.axis == "kv" else shape.q_len) > LONG_AXIS),
+        kv_share=shape.kv_share,
     )  # fmt: skip
 
 
@@ -461,7 +462,7 @@ def parts_of(
 ) -> Parts:  # fmt: skip
     """Into how many parts a call's keys are divided; calls and plans ask here. Arguments as of cost_of."""
     slots = hardware.sms * split_programs_per_sm(kernel, form, x, hardware, parts)
-    tile_bytes = x.e * x.bkv * (x.D + x.Du)
+    tile_bytes = x.kv_share * x.e * x.bkv * (x.D + x.Du)
     units = int(x.B * x.Hkv * x.nq)
     busy, most = 0.0, MOST_PARTS
     if form.computes_bound:

@@ -51,7 +51,9 @@ class Dtype(NamedTuple):
 BF16, FP16 = Dtype("bf16", "bfloat16", 2, "16-bit"), Dtype("fp16", "float16", 2, "16-bit")
 FP32 = Dtype("fp32", "float32", 4, "fp32")
 FP64 = Dtype("fp64", "float64", 8, "fp32", 0.5, "float64")  # of target cpu alone
-ALL: dict[str, Dtype] = {dtype.name: dtype for dtype in (BF16, FP16, FP32, FP64)}
+E4M3, E5M2 = Dtype("e4m3", "float8_e4m3fn", 1, "8-bit"), Dtype("e5m2", "float8_e5m2", 1, "8-bit")
+ALL: dict[str, Dtype] = {dtype.name: dtype for dtype in (BF16, FP16, FP32, FP64, E4M3, E5M2)}
+EIGHTHS = frozenset({E4M3.name, E5M2.name})  # FP8: stored numbers, which a factor beside them makes real ones
 HALVES = frozenset({BF16.name, FP16.name})  # what kernels with 16-bit products take
 ON_GPUS = (BF16.name, FP16.name, FP32.name)
 
@@ -61,6 +63,16 @@ def dtype_named(name: str) -> Dtype:
     if name not in ALL:
         raise WeftError(f"dtype: expected one of {', '.join(ALL)}, got {name!r}")
     return ALL[name]
+
+
+def product_dtype(left: str, right: str) -> str:
+    """The dtype in which a product of operands is computed: one that holds the numbers of both exactly.
+
+    Both FP8 formats fit fp16, and converting to it is the shortest. A 16-bit operand beside an FP8 one stays as it is,
+    but for a bf16 query, whose rows are scaled to fit fp16 (`Dtypes.scales_rows`).
+    """
+    wide = [name for name in (left, right) if name not in EIGHTHS]
+    return wide[0] if wide else FP16.name
 
 
 def named_by_torch() -> dict[torch.dtype, str]:

@@ -131,7 +131,8 @@ def _short_table(plan: Plan, names: Places) -> Table:
 def _problem_text(plan: Plan) -> str:
     shape = plan.shape
     sizes = f"B {shape.batch}  Hq {shape.heads}  Hkv {shape.kv_heads}  L {shape.q_len}  T {shape.kv_len}"
-    return f"{sizes}  D {shape.head_dim}  Dv {shape.value_dim}  {shape.dtype}"
+    stored = "" if shape.kv_dtype is None else f", keys and values {shape.kv_dtype}"
+    return f"{sizes}  D {shape.head_dim}  Dv {shape.value_dim}  {shape.dtype}{stored}"
 
 
 def explanation(

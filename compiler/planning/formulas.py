@@ -14,6 +14,7 @@ _SWITCHES = (
     "begins_zero",
     "e",
     "joined",
+    "kv_share",
     "long_axis",
     "neighbours_miss",
     "nonlinear",

@@ -32,6 +32,9 @@ Finds = Literal["", "runs", "ends", "lists", "cells"]  # what a kernel that meas
 Module = Literal["", "measures", "tables"]  # "": that of the target; else one of its own, for kernels of any target
 
 
+DESCALES = frozenset({"q_descale", "k_descale", "v_descale"})  # options of a call with FP8 operands
+
+
 Words: TypeAlias = "Callable[[Tiles], list[Stage]]"  # of what a program loads, keeps, computes and stores, in order
 
 

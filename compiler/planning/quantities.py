@@ -54,6 +54,7 @@ class Sizes(NamedTuple):  # hundreds are made where forms are ranked: a dataclas
     R: float = 0  # columns of the key that are those of all heads
     u: float = 0  # visited tiles whose pairs are not all level, where level ones have a loop of their own
     begins_zero: float = 1  # 1 where sums of dQ begin as zeros, as where query heads share keys; else 0
+    kv_share: float = 1  # bytes of an element of key and value, beside e
 
 
 Formula: TypeAlias = Callable[[Sizes], float]
@@ -70,11 +71,11 @@ def output_bytes(x: Sizes) -> float:
 
 def common_bytes(x: Sizes) -> float:
     """Of keys, what heads have in common and an L2 holds for all but the first of them, which are neighbours."""
-    return x.e * x.B * (x.Hkv - 1) * x.T * x.R * (1 - x.neighbours_miss)
+    return x.kv_share * x.e * x.B * (x.Hkv - 1) * x.T * x.R * (1 - x.neighbours_miss)
 
 
 def key_gradient_bytes(x: Sizes) -> float:
-    return x.e * x.B * x.Hkv * x.T * x.D
+    return x.kv_share * x.e * x.B * x.Hkv * x.T * x.D
 
 
 def key_bytes(x: Sizes) -> float:
@@ -82,7 +83,7 @@ def key_bytes(x: Sizes) -> float:
 
 
 def value_bytes(x: Sizes) -> float:
-    return x.e * x.B * x.Hkv * x.T * x.Du
+    return x.kv_share * x.e * x.B * x.Hkv * x.T * x.Du
 
 
 def key_value_bytes(x: Sizes) -> float:
@@ -91,7 +92,7 @@ def key_value_bytes(x: Sizes) -> float:
 
 def key_value_gradient_bytes(x: Sizes) -> float:
     """Each head's own, also of columns that heads share."""
-    return x.e * x.B * x.Hkv * x.T * (x.D + x.Du)
+    return x.kv_share * x.e * x.B * x.Hkv * x.T * (x.D + x.Du)
 
 
 def row_bytes(x: Sizes) -> float:
@@ -241,7 +242,7 @@ def score_flops(x: Sizes) -> float:
 
 # -- what is read again ----------------------------------------------------------------------------------------------
 def head_keys(x: Sizes) -> float:
-    return x.e * x.T * (x.D + x.Du)
+    return x.kv_share * x.e * x.T * (x.D + x.Du)
 
 
 def head_queries(x: Sizes) -> float:

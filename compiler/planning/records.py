@@ -25,9 +25,16 @@ class Shape:
     value_dim: int  # Dv
     dtype: str = "bf16"  # "bf16", "fp16", "fp32" or, on a CPU, "fp64"
 
+    kv_dtype: str | None = None  # of key and value, where these are FP8
+
     @property
     def element_bytes(self) -> int:
         return dtype_named(self.dtype).bytes
+
+    @property
+    def kv_share(self) -> float:
+        """Bytes of an element of key and value, beside those of the others."""
+        return 1 if self.kv_dtype is None else dtype_named(self.kv_dtype).bytes / self.element_bytes
 
     @property
     def group(self) -> int:

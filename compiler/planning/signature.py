@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from .dtypes import HALVES
+from .dtypes import BF16, EIGHTHS, FP16, FP32, HALVES, product_dtype
 from .sources import DENSE, SequenceKind
 
 Direction: TypeAlias = Literal["forward", "backward"]
@@ -93,11 +93,57 @@ class Dtypes:
     key: str
     value: str
     out: str
-    weights: str  # of the softmax weights, as they go into the product with the values
+    products: str  # of query and key, as they go into their product
+    weights: str  # of the softmax weights and the values, as these go into theirs
 
     @staticmethod
     def all(name: str) -> Dtypes:
-        return Dtypes(name, name, name, name, name)
+        return Dtypes(name, name, name, name, name, name)
+
+    @staticmethod
+    def of(query: str, key: str, value: str | None, out: str | None = None, *, bounded: bool = True) -> Dtypes:
+        """Those of a call. value: None where the values are columns of the key. out: None for the usual one.
+
+        bounded: no weight is larger than 1, so that weights fit fp16.
+        """
+        own = key if value is None else value
+        if not EIGHTHS & {query, key, own}:
+            return Dtypes(query, key, own, out or query, query, query)
+        products = product_dtype(query, key)
+        if query == BF16.name and key in EIGHTHS and (bounded or value is not None):
+            products = FP16.name  # of rows that a power of two brings into its range
+        weights = own
+        if own in EIGHTHS:
+            weights = FP32.name if products == FP32.name else FP16.name if bounded else BF16.name
+        if value is None:
+            weights = products
+        return Dtypes(query, key, own, out or usual_out(query, key, own), products, weights)
+
+    @property
+    def quantized(self) -> frozenset[str]:
+        """Which of query, key and value are FP8."""
+        given = {"query": self.query, "key": self.key, "value": self.value}
+        return frozenset(name for name, dtype in given.items() if dtype in EIGHTHS)
+
+    @property
+    def fp8_key(self) -> str | None:
+        """The dtype of the key where that is FP8."""
+        return self.key if self.key in EIGHTHS else None
+
+    @property
+    def smallest(self) -> str:
+        """Of the operands, the one with the fewest bytes."""
+        return next(iter(sorted(self.quantized and {self.query, self.key, self.value} & EIGHTHS)), self.query)
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether rows of the query are scaled by powers of two, so that bf16 numbers fit fp16."""
+        return self.query == BF16.name and self.products == FP16.name
+
+
+def usual_out(query: str, key: str, value: str) -> str:
+    """The dtype of an output where a call names none: the query's, else that of its other operands, else bf16."""
+    return next((name for name in (query, key, value) if name not in EIGHTHS), BF16.name)
 
 
 @dataclass(frozen=True)
@@ -131,11 +177,12 @@ class Signature:
     short_call: bool = False  # of a dense forward: is_short_call, where the target has a form for these
     lengths: LengthClass | None = None  # of the call (class_of), where forms were timed for calls of its class
     options: frozenset[str] = frozenset()  # of the call, which kernels read by their names
+    scaled_rows: frozenset[str] = frozenset()  # those of them that are numbers a row, or a block of rows
 
     @property
     def dtype(self) -> str:
-        """Of query, key and value, where they are one."""
-        return self.dtypes.query
+        """Of products: that of query, key and value, where they are one."""
+        return self.dtypes.products
 
     @property
     def rounds_output(self) -> bool:
@@ -147,7 +194,16 @@ class Signature:
         """A short name for cache folders: "d128-bf16"."""
         head, value = self.widths.head_dim, self.widths.value_dim
         widths = f"d{head}" if head == value else f"d{head}v{value}"
-        return f"{widths}-{self.dtype}" + "-short" * self.short_call
+        return f"{widths}-{self.stored}" + "-short" * self.short_call
+
+    @property
+    def stored(self) -> str:
+        """The dtypes of a call, as people read them: "bf16", or "bf16.e4m3.e4m3" of query, key and value."""
+        d = self.dtypes
+        if not d.quantized:
+            return d.query
+        usual = usual_out(d.query, d.key, d.value)
+        return ".".join([d.query, d.key, d.value, *(["to", d.out] if d.out != usual else [])])
 
     def __str__(self) -> str:
         wanted = f" wanted {','.join(sorted(self.wanted))}" if self.direction == "backward" else ""
@@ -158,6 +214,7 @@ class Signature:
         besides += f" boxed {self.boxed}" if self.boxed else ""
         besides += f" {self.serves}" if self.serves != "all" else ""
         besides += f" with {','.join(sorted(self.options))}" if self.options else ""
+        besides += f" by rows {','.join(sorted(self.scaled_rows))}" if self.scaled_rows else ""
         besides = (" deterministic" if self.deterministic else " atomics" if self.atomics else "") + besides
         return f"{self.direction} {self.arch} {self.label}{latent} {self.sequences} {self.offset}{wanted}{besides}"
 
@@ -168,7 +225,7 @@ class Described:
 
     direction: Direction
     arch: str
-    dtype: str  # of query, key and value
+    dtype: str  # of query, key and value, where `dtypes` does not tell them apart
     widths: Widths
     sequences: SequenceKind = DENSE
     offset: Offset = "number"
@@ -181,6 +238,8 @@ class Described:
     doubles: bool = False
     boxed: int = 0
     options: frozenset[str] = frozenset()
+    scaled_rows: frozenset[str] = frozenset()
+    dtypes: Dtypes | None = None
 
 
 def signature_of(call: Described, *, masked: bool, sums_pairs: bool) -> Signature:
@@ -191,12 +250,14 @@ def signature_of(call: Described, *, masked: bool, sums_pairs: bool) -> Signatur
     kind, q_len, kv_len = call.sequences, *call.rows
     forward = call.direction == "forward"
     return Signature(
-        direction=call.direction, arch=call.arch, dtypes=Dtypes.all(call.dtype), widths=call.widths, sequences=kind,
-        offset=call.offset, wanted=call.wanted, deterministic=not forward and call.deterministic is True,
+        direction=call.direction, arch=call.arch, dtypes=call.dtypes or Dtypes.all(call.dtype), widths=call.widths,
+        sequences=kind, offset=call.offset, wanted=call.wanted,
+        deterministic=not forward and call.deterministic is True,
         atomics=not forward and call.deterministic is False and sums_pairs,
         few_queries=has_few_queries(call.direction, kind, q_len, call.number),
         serves=serves_of(call.direction, kind, q_len, call.number),
         offsets_64=call.offsets_64, doubles=call.doubles, boxed=call.boxed, options=call.options,
+        scaled_rows=call.scaled_rows,
         short_call=forward and not kind.ragged and is_short_call(q_len, kv_len, masked),
         lengths=class_of(*call.lengths) if call.lengths else None,
     )  # fmt: skip

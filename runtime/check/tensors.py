@@ -11,6 +11,7 @@ from ...codegen.torch_private import is_traced, under_transform
 from ...compiler.planning.dtypes import named_by_torch
 from ...ir.attention import Attention
 from ...ir.errors import Problem, UnavailableError, collected, counted
+from .. import descales
 from ..call import BackwardCall, Call, Pages
 from ..options import OPTIONS
 
@@ -18,6 +19,7 @@ MAX_HEAD_DIM = 256
 MAX_LENGTH = 2**30  # up to it tile programs are proven, in 32 bits where they compute in these
 DTYPES = named_by_torch()
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+TAKEN = frozenset({*FLOATS, *descales.FP8})  # of query, key and value
 _OPTIONS = {*OPTIONS, "batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim"}  # and sizes of a shape
 INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -94,19 +96,26 @@ def kind_problems(named: Mapping[str, Tensor]) -> list[Problem]:
     which the others are compared with: the query."""
     found = []
     query = next(iter(named.values()))
-    dtype, device = query.dtype, query.device
-    if dtype not in FLOATS:
+    dtype, device, like = query.dtype, query.device, "query"
+    if dtype not in TAKEN:
         found.append(wrong("query", "bfloat16, float16 or float32", dtype, "cast it, query.to(torch.float32)"))
+    elif dtype in descales.FP8:  # those that are not FP8 have one dtype
+        like, dtype = next(((n, t.dtype) for n, t in named.items() if t.dtype in FLOATS), (like, dtype))
     for label, tensor in named.items():
-        if tensor is not query and tensor.dtype != dtype:
-            how = f"cast one of them, {label}.to(query.dtype)"
-            found.append(wrong(label, f"dtype {dtype} as in query", tensor.dtype, how))
+        if tensor.dtype != dtype and tensor is not query and tensor.dtype not in descales.FP8:
+            how = f"cast one of them, {label}.to({like}.dtype)"
+            found.append(wrong(label, f"dtype {dtype} as in {like}", tensor.dtype, how))
         if tensor is not query and tensor.device != device:
             found += place_problems(label, tensor, device)
-        if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+        if tensor.stride(3) != 1 and tensor.shape[3] > 1 and not (label == "value" and _in_columns(tensor)):
             got = f"strides {list(tensor.stride())}"
             found.append(wrong(label, "a contiguous last dimension", got, "call .contiguous()"))
     return found
+
+
+def _in_columns(value: Tensor) -> bool:
+    """Whether an FP8 value has its length contiguous, as `weft.fp8.quantize(layout="columns")` makes it."""
+    return value.dtype in descales.FP8 and value.stride(2) == 1
 
 
 def memory_problems(given: Mapping[str, object]) -> list[Problem]:
@@ -287,8 +296,12 @@ def _latent_problems(call: Call) -> list[Problem]:
 def tensor_problems(call: Call) -> list[Problem]:
     """Main tensors of a call that do not fit each other."""
     if call.value is None or call.rope is not None:
-        return _latent_problems(call)
-    return main_problems(call.query, call.key, call.value, isinstance(call.sequences, Pages))
+        found = _latent_problems(call)
+    else:
+        found = main_problems(call.query, call.key, call.value, isinstance(call.sequences, Pages))
+    if found or call.read is None:
+        return found
+    return [Problem(what=text) for text in descales.misfits(call.query, call.key, call.value, call.read)]
 
 
 def refuse_tracing(name: str) -> None:
@@ -304,13 +317,15 @@ NO_PAGES = (
 )
 
 
-def trainable_problems(has_value: bool, wanted: Iterable[str], paged: bool) -> list[Problem]:
-    """Gradients that are wanted and cannot be computed."""
+def trainable_problems(main: Sequence[Tensor | None], wanted: Iterable[str], paged: bool) -> list[Problem]:
+    """Gradients that are wanted and cannot be computed. main: query, key, value and perhaps more."""
     if not wanted:
         return []
+    if descales.are_quantized(main):
+        return [Problem(what=descales.NO_BACKWARD)]
     if paged:
         return [Problem(option="block_table", what=NO_PAGES, named=True)]
-    if not has_value:
+    if main[2] is None:
         how = "call with uk=, uv= and form='expanded' to train"
         return [Problem(option="form", what="the absorbed form has no backward", next_step=how, named=True)]
     return []

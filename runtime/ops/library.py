@@ -25,7 +25,7 @@ from ...codegen.torch_private import named, stands_for_many
 from ...ir.errors import UnavailableError, WeftError, collected
 from ...ir.expr import Scalar
 from .. import ending, flops
-from ..call import MAIN, SCHEMA, SLOTS, Arguments, BackwardCall, Call, call_of
+from ..call import MAIN, SCHEMA, SLOTS, Arguments, BackwardCall, Call, call_of, parse_choices
 from ..check.operands import share_problems
 from ..run.gradients import contiguous_like, rows_like
 from ..run.variant import Variant, check_trainable, variant_of_text
@@ -82,7 +82,9 @@ def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
 
 def _fake_forward(*flat: Any) -> tuple[Tensor, Tensor]:
     given = Arguments.of(flat)
-    out, lse = variant_of_text(given.variant).forward_places(given.query, given.value)
+    out, lse = variant_of_text(given.variant).forward_places(
+        given.query, given.key, given.value, parse_choices(given.choices)
+    )
     return out.beside(given.query), lse.beside(given.query)
 
 
@@ -92,7 +94,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *flat
     variant = variant_of_text(given.variant)
     names = variant.tensor_names
     wanted = [n for n, flag in zip(names, flags, strict=True) if flag]
-    check_trainable(variant, given.value is not None, wanted, paged=given.slot("block_table") is not None)
+    check_trainable(variant, given.main, wanted, paged=given.slot("block_table") is not None)
     call = _call(variant, given)
     with named(f"weft::{variant.name}_backward"):
         found = variant.backward(as_read(BackwardCall(call, out, lse, dout, dlse, frozenset(wanted))))
@@ -114,7 +116,7 @@ def _setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor
     names = variant.tensor_names  # an exported program may have one more operand, which nobody reads
     flags = list(ctx.needs_input_grad[: len(names)])  # flat here, nested in a backward
     wanted = [n for n, flag in zip(names, flags) if flag]
-    check_trainable(variant, given.value is not None, wanted, paged=given.slot("block_table") is not None)
+    check_trainable(variant, given.main, wanted, paged=given.slot("block_table") is not None)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *given.main, *given.slots, *given.operands, *given.floats)
     target = default_target()  # of the caller's thread; a backward runs in another

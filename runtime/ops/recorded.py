@@ -41,7 +41,8 @@ class Kind(NamedTuple):
         if found is None:
             names = variant.tensor_names
             wanted = frozenset([n for n, need in zip(names, needed) if need])
-            check_trainable(variant, call.value is not None, sorted(wanted), paged=call.sequences.kind.keys.pooled)
+            main = call.query, call.key, call.value
+            check_trainable(variant, main, sorted(wanted), paged=call.sequences.kind.keys.pooled)
             own = kinds_of(call.operands)
             found = Kind(variant, key, names, wanted, own, call.choices, call.head_dim, Repeats())
             variant.recorded[key, needed] = found

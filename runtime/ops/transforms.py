@@ -85,7 +85,7 @@ class _Attention(torch.autograd.Function):
         ctx.flags = tuple(ctx.needs_input_grad[3 + place] for place in places)
         wanted = [n for n, flag in zip(names, ctx.flags) if flag]
         paged = tensors[len(MAIN) + SLOTS.index("block_table")] is not None
-        check_trainable(rest.variant, tensors[MAIN.index("value")] is not None, wanted, paged)
+        check_trainable(rest.variant, tensors, wanted, paged)
         ctx.rest, ctx.op, ctx.places = rest, backward, places
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*output, *tensors)

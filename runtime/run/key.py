@@ -15,6 +15,7 @@ from ...compiler.planning.signature import (
     FEW_QUERIES,
     Described,
     Direction,
+    Dtypes,
     Offset,
     Signature,
     Widths,
@@ -23,7 +24,9 @@ from ...compiler.planning.signature import (
     signature_of,
 )
 from ...compiler.planning.sources import PACKED_PAGED
+from ...ir.attention import Attention
 from ...ir.expr import INT32_MAX
+from .. import descales
 from ..call import Call, Dense, Packed, PackedPaged, Paged, lengths_of
 from ..check.tensors import DTYPES
 
@@ -43,7 +46,7 @@ def key_of(call: Call) -> tuple[object, ...]:
         )
     found: tuple[object, ...] = (
         query.dtype, key.dtype, query.get_device(), key.get_device(), width, call.head_dim,
-        type(offset), options.target, options.schedule, options.deterministic, few_queries,
+        type(offset), options.target, options.schedule, options.deterministic, options.out, few_queries,
     )  # fmt: skip
     if isinstance(offset, Tensor):
         found += (offset.dtype, offset.get_device(), offset.is_meta, offset.dim())
@@ -66,7 +69,7 @@ def key_of(call: Call) -> tuple[object, ...]:
     if rope is not None:
         found += (rope.dtype, rope.get_device(), rope.dim(), rope.shape[-1])
     if call.read is not None:
-        found += (*call.read, *kinds_of(call.read))
+        found += (*call.read, *kinds_of(call.read), descales.rows_read(call.read))
     return found + kinds_of(call.operands) if call.operands else found
 
 
@@ -125,6 +128,14 @@ def _reach(tensor: Tensor) -> int:
     return max(last, tensor.numel() - 1)
 
 
+def dtypes_of(
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor | None, out: str | None = None
+) -> Dtypes:  # fmt: skip
+    """Those of a call, of its products and of its output."""
+    given = (DTYPES[query.dtype], DTYPES[key.dtype], None if value is None else DTYPES[value.dtype])
+    return Dtypes.of(*given, out, bounded=attention.weighs.weight is None or attention.weighs.name == "sigmoid")
+
+
 def signature_of_call(
     facts: Facts, direction: Direction, call: Call, wanted: frozenset[str] = frozenset()
 ) -> Signature:
@@ -141,7 +152,8 @@ def signature_of_call(
         offsets_64=needs_offsets_64(call.operands),
         doubles=query.is_cuda and has_doubles(call.operands),
         boxed=boxed_of(facts, call.operands) if query.is_cuda else 0,
-        options=frozenset(call.read or ()),
+        options=frozenset(call.read or ()), scaled_rows=descales.rows_read(call.read or {}),
+        dtypes=dtypes_of(attention, query, call.key, value, call.choices.out),
     )  # fmt: skip
     sums_pairs = facts.with_order(call.sequences.kind.in_order).sums_pairs(wanted)
     return signature_of(described, masked=attention.is_masked, sums_pairs=sums_pairs)

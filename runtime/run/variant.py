@@ -25,8 +25,8 @@ from ...ir.attention import Attention
 from ...ir.errors import UnavailableError, collected
 from ...ir.expr import TensorOperand
 from ...ir.parse import parse_attention
-from .. import driver
-from ..call import MAIN, BackwardCall, Call, Dense
+from .. import descales, driver
+from ..call import MAIN, BackwardCall, Call, Choices, Dense
 from ..check import check_call, fits
 from ..check.sequences import check_ragged
 from ..check.sizes import SizeChecks
@@ -107,7 +107,7 @@ class Variant:
                 return found
         ready = self._found("forward", call, at)
         ways = ready.launcher.fast
-        out, lse = [place.beside(query) for place in self.forward_places(call.query, call.value)]
+        out, lse = [place.beside(query) for place in self.forward_places(query, call.key, call.value, call.choices)]
         if _is_empty(call):
             return out.zero_(), lse_of_nothing(self.facts, call, lse)
         ready.run(call, {"out": out, "lse": lse}, keeps=ready.keeps_tiles())
@@ -184,7 +184,9 @@ class Variant:
         self.repeats.hits += found is not None
         return found
 
-    def forward_places(self, query: Tensor, value: Tensor | None) -> tuple[Place, Place]:
+    def forward_places(
+        self, query: Tensor, key: Tensor, value: Tensor | None, choices: Choices
+    ) -> tuple[Place, Place]:  # fmt: skip
         """Of out and lse."""
         batch, heads, rows, _ = query.shape
         width = value.shape[-1] if value is not None else self.attention.latent.rank  # type: ignore[union-attr]
@@ -192,7 +194,8 @@ class Variant:
         shape, strides = (batch, heads, rows), (heads * rows, rows, 1)
         if self.facts.scores_lie_far:
             shape, strides = (2, *shape), (batch * heads * rows, *strides)  # type: ignore[assignment]
-        return rows_like(query, heads, width), Place(shape, strides, lse_dtype)
+        out = rows_like(query, heads, width)._replace(dtype=descales.out_dtype_of(query, key, value, choices.out))
+        return out, Place(shape, strides, lse_dtype)
 
     # -- backward ------------------------------------------------------------------------------------------------------
     def backward_directly(self, b: BackwardCall, key: object, repeats: Repeats) -> Sequence[Tensor | None] | None:
@@ -329,9 +332,11 @@ def _is_empty(call: Call) -> bool:
     return none or 0 in (call.query.shape[0], call.query.shape[2], call.kv_rows)
 
 
-def check_trainable(variant: Variant, has_value: bool, wanted: Sequence[str], paged: bool = False) -> None:
-    """Raise where a gradient that is wanted cannot be computed."""
-    if problems := trainable_problems(has_value, wanted, paged):
+def check_trainable(
+    variant: Variant, main: Sequence[Tensor | None], wanted: Sequence[str], paged: bool = False
+) -> None:  # fmt: skip
+    """Raise where a gradient that is wanted cannot be computed. main: query, key, value and perhaps more."""
+    if problems := trainable_problems(main, wanted, paged):
         raise collected(variant.name, problems)
 
 

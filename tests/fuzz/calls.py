@@ -21,6 +21,7 @@ ON_A_GPU = ("triton", "hopper")
 CACHED_RANKS = (256, 512)  # of latent caches as models have them, with 64 rotary columns: kernels of their own
 MOST_ELEMENTS = 10_000_000  # of an operand
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+FORMATS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 # What every script begins with.
 HELPERS = """
 def rand(seed, *shape): return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -115,6 +116,7 @@ class Call:
     dout: str = "plain"  # layout of the gradient of out; "none": that of lse is the only one
     seed: int = 0
     train: bool = True
+    fp8: tuple[tuple[str, str, str], ...] = ()  # operand, a key of FORMATS, what has a descale: "", "head" or "token"
 
     @property
     def drop_seed(self) -> int:
@@ -191,6 +193,8 @@ class Built:
     names: tuple[str, ...]  # of the main tensors
     tensors: dict[str, Tensor]  # main tensors and tensor operands
     lines: list[str] = field(default_factory=list)  # that make them
+    # FP8 operands as the call takes them, by name, and descales, by option: `tensors` has the real numbers
+    stored: dict[str, Tensor] = field(default_factory=dict)
 
 
 def main_names(variant: Variant, call: Call) -> tuple[str, ...]:
@@ -254,13 +258,40 @@ def _make(
         lines += [f"{name}.narrow({d}, -{given.slack}, {given.slack}).fill_(nan)" for d in range(len(shape))]
     layout = LAYOUTS[given.layout].format(x=name, poison="nan" if "float" in dtype else "1")
     lines += [layout] if layout else []
+    fp8 = next((one for one in built.call.fp8 if one[0] == name), None)
+    lines += [] if fp8 is None else _as_fp8(fp8, built.call, given.seed, shape, device)
     exec("\n".join(lines), space)
     tensor = space[name]
+    if fp8 is not None:
+        made = {name: space[f"{name}_8"], f"{name[0]}_descale": space.get(f"{name[0]}_descale")}
+        built.stored |= {n: t for n, t in made.items() if isinstance(t, Tensor)}
     assert isinstance(tensor, Tensor)
     if tuple(tensor.shape) != tuple(shape):
         raise Undefined(f"{name}: the layout {given.layout} does not serve shape {shape}")
     built.tensors[name] = tensor
     built.lines += lines
+
+
+def _as_fp8(
+    fp8: tuple[str, str, str], call: Call, seed: int, shape: tuple[int, ...], device: str
+) -> list[str]:  # fmt: skip
+    """Lines that make an operand FP8 as x_8, and x the real numbers that this stands for.
+
+    Descales are powers of two, so that the dtype of the call holds the real numbers exactly.
+    """
+    name, kind, of = fp8
+    pooled = call.pages is not None and name != "query"
+    lines, times = [], ""
+    if of:
+        by_token = of == "token" and not (pooled and shape[2] == 1)
+        sizes = (shape[0] if by_token or not pooled else 1, shape[1], shape[2] if by_token else 1, 1)
+        place = "" if device == "cpu" else f".to({device!r})"
+        option = f"{name[0]}_descale"
+        lines.append(f"{option} = (2.0 ** ints({seed}, -3, 4, {', '.join(map(str, sizes))})){place}")
+        times = option
+    real = f"({name}.float(){' / ' + times if times else ''}).clamp(-240.0, 240.0)"
+    lines.append(f"{name}_8 = {real}.to(torch.{FORMATS[kind]})")
+    return [*lines, f"{name} = ({name}_8.float(){' * ' + times if times else ''}).to(torch.{call.dtype})"]
 
 
 _SIDES = {"query": "q", "key": "kv", "value": "kv", "cache": "kv"}

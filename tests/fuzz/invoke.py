@@ -82,13 +82,33 @@ OPERAND_DTYPES = {
 }
 
 
+FP8_SHARE = 0.15  # of calls that may have FP8 operands
+FP8_OPERANDS = (*[("key", "value")] * 4, ("query", "key", "value"), ("key",), ("value",), ("query",))
+
+
+def with_fp8(variant: Variant, call: Call) -> Call:
+    """Perhaps the same with FP8 operands; drawn by its own seed, so that other draws are what they were."""
+    random = Random(call.seed)
+    unbounded = variant.normalizer not in ("softmax", "sigmoid")
+    refused = call.target == "hopper" or (call.target == "interpret" and unbounded)
+    if variant.latent is not None or refused or call.dtype == "float64" or random.random() > FP8_SHARE:
+        return call
+    fp8 = tuple(
+        (name, random.choice(("e4m3", "e4m3", "e5m2")), random.choice(("", "head", "token", "token")))
+        for name in random.choice(FP8_OPERANDS)
+    )
+    schedule = None if call.schedule in ("streaming", "standard") else call.schedule
+    dtype = "float16" if len(fp8) == 3 and call.dtype == "float32" else call.dtype  # products have 16 bits
+    return replace(call, fp8=fp8, wanted=(), schedule=schedule, dtype=dtype)
+
+
 def draw_call(random: Random, variant: Variant, target: str, like: Call | None = None) -> Call:
     """A call, as records; whether it is defined is seen when it is built and evaluated.
 
     like: a call whose kernels are to serve this one too, as generating and compiling them is most of the time.
     """
     if like is None:
-        return _draw_call(random, variant, target, random.choice(KINDS))
+        return with_fp8(variant, _draw_call(random, variant, target, random.choice(KINDS)))
     for _ in range(TRIES):
         call = _draw_call(random, variant, target, kind_of(like))
         if target not in ON_A_GPU or _divided_as(call) == _divided_as(like):
@@ -113,6 +133,7 @@ def draw_call(random: Random, variant: Variant, target: str, like: Call | None =
     return replace(
         call, dim=like.dim, value_dim=like.value_dim, dtype=like.dtype, tensors=tensors, schedule=like.schedule,
         train=like.train, form=like.form, lse=like.lse, wanted=like.wanted, dout=dout, q_offset=offset, main=main,
+        fp8=like.fp8,
     )  # fmt: skip
 
 

@@ -222,6 +222,9 @@ def options_of(built: Built) -> dict[str, Any]:
     if built.variant.dropout is not None:
         for name, text_of in call.dropping(built.tensors["query"].device.type).items():
             options[name] = eval(text_of, {"torch": torch})
+    if call.fp8:
+        options |= {n: t for n, t in built.stored.items() if n not in built.names}
+        options["out_dtype"] = DTYPES[call.dtype]
     for name, text_of in call.lengths(built.tensors["query"].device.type).items():
         options[name] = eval(text_of, {"torch": torch})
     return options
@@ -231,7 +234,7 @@ def actual(built: Built, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]
     """What Weft gives: out, lse where asked for, and the gradients that are wanted."""
     call = built.call
     tensors = {n: t.detach().requires_grad_(n in call.wanted) for n, t in built.tensors.items()}
-    main = [tensors[n] for n in built.names]
+    main = [built.stored.get(n, tensors[n]) for n in built.names]
     keywords = {
         n: tensors[n] for n in tensors if n not in built.names[:2] + (("value",) if "value" in built.names else ())
     }

@@ -44,6 +44,10 @@ def _of_sequences(variant: Variant, call: Call) -> Iterator[str]:
     layouts = {given.layout in UNALIGNED for given in call.main}
     yield "layout: " + ("some unaligned" if layouts == {True, False} else "unaligned" if True in layouts else "aligned")
     yield f"dtype: {call.dtype}"
+    if call.fp8:
+        yield "fp8: " + ", ".join(name for name, *_ in call.fp8)
+        yield from (f"fp8: {kind}" for _, kind, _ in call.fp8)
+        yield from (f"fp8: descales of the {of or 'format'}" for *_, of in call.fp8)
     yield f"schedule: {'default' if call.schedule is None else call.schedule.split('/')[0]}"
 
 

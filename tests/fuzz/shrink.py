@@ -77,7 +77,8 @@ def _smaller(variant: Variant, call: Call) -> Iterator[tuple[Variant, Call]]:
 
 
 def _smaller_calls(call: Call) -> Iterator[Call]:
-    for field, least in (("wanted", ()), ("schedule", None), ("lse", False), ("q_offset", None), ("dout", "plain")):
+    plain = {"wanted": (), "schedule": None, "lse": False, "q_offset": None, "dout": "plain", "fp8": ()}
+    for field, least in plain.items():
         if getattr(call, field) != least:
             yield replace(call, **{field: least})
     yield from (replace(call, wanted=(name,)) for name in call.wanted if len(call.wanted) > 1)

@@ -75,7 +75,8 @@ def roots() -> list[str]:
     found = [p for family in FAMILIES for p in (TEMPLATES / family).glob("*.jinja")]
     found += (TEMPLATES / "triton" / "teaching").glob("*.jinja")
     names = (str(p.relative_to(TEMPLATES)) for p in found)
-    return sorted(n for n in names if n not in ("triton/append_rows.py.jinja", "triton/sum_listed.py.jinja"))
+    fixed = [f"triton/{name}.py.jinja" for name in ("append_rows", "quantize", "sum_listed")]  # without holes
+    return sorted(n for n in names if n not in fixed)
 
 
 def told(root: str) -> list[type]:
@@ -89,7 +90,8 @@ def told(root: str) -> list[type]:
         "triton": [r for r in top_level(of_triton) if r not in (of_triton.Measuring, of_triton.Tables)],
         "hopper": [of_hopper.Operands, of_hopper.Offsets, of_hopper.Boxes, HOPPER.get(root, of_hopper.Forward)],
     }
-    return [*shared, *(r for r in own[family] if backward or r is not of_triton.PairSums)]
+    other = of_triton.Quantized if backward else of_triton.PairSums
+    return [*shared, *(r for r in own[family] if r is not other)]
 
 
 # -- what a template reads ---------------------------------------------------------------------------------------------

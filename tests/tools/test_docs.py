@@ -107,6 +107,13 @@ def test_all_code_of_the_language_page_runs() -> None:
     assert namespace["out"].shape == (1, heads, length, 32)  # type: ignore[attr-defined]
 
 
+def test_all_code_of_the_page_on_fp8_runs() -> None:
+    namespace: dict[str, object] = {"__name__": "fp8_page"}
+    for code in blocks("docs/fp8.md", "python"):
+        exec(compile(code, "fp8.md", "exec"), namespace)
+    assert namespace["out"].shape == (1, 8, 64, 128)  # type: ignore[attr-defined]
+
+
 def test_all_code_of_the_transformers_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")  # the extra weft-attention[transformers]
     namespace: dict[str, object] = {"__name__": "transformers_page"}

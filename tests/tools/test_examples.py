@@ -32,7 +32,7 @@ def test_every_example_is_tested_here() -> None:
     assert with_main == {
         "quickstart", "custom_score", "differential", "dropout", "latent", "packed_documents", "ragged_batch", "sinks",
         "t5_bias", "transformers_train", "transformers_generate", "block_sparse",
-        "demo", "server", "cross_attention", "moba", "multi_token", "multihead", "nsa", "transformer_xl",
+        "demo", "server", "serve_fp8", "cross_attention", "moba", "multi_token", "multihead", "nsa", "transformer_xl",
     }  # fmt: skip
 
 
@@ -193,6 +193,14 @@ def test_the_server_answers_as_the_model_does_alone(more: list[str], capsys: pyt
     assert "answers that the model gives alone, without a cache, too: 5 of 5" in output
     swapped = re.search(r"(\d+) more shared; .* (\d+) swapped out", output)
     assert swapped is not None and int(swapped[1]) >= 4 * 64 and int(swapped[2]) > 0
+
+
+def test_caches_of_fp8_lose_little(capsys: pytest.CaptureFixture[str]) -> None:
+    load("serve_fp8").main(["--steps=5", "--length=32"])
+    output = " ".join(capsys.readouterr().out.split())
+    rows = re.findall(r"(float32|e4m3, by \w+|e5m2, by \w+) │ (\d+) │ \S+ │ (\S+) │ (\S+)% │", output)
+    assert [int(size) for _, size, *_ in rows] == [2048, 576, 512, 576]
+    assert all(abs(float(lost)) < 0.01 and float(same) > 90 for _, _, lost, same in rows)
 
 
 def test_demo_trains_the_same_model_on_both(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -358,7 +358,7 @@ def test_a_program_from_outside_that_cannot_run_is_refused_when_it_is_planned(wa
 # -- a dtype -----------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def tiny() -> Iterator[str]:
-    dtypes.ALL["toy8"] = dtypes.Dtype("toy8", "float8_e4m3fn", 1, "8-bit")
+    dtypes.ALL["toy8"] = dtypes.Dtype("toy8", "float8_e4m3fn", 1, "4-bit")
     yield "toy8"
     del dtypes.ALL["toy8"]
 
@@ -366,7 +366,7 @@ def tiny() -> Iterator[str]:
 def test_a_dtype_is_refused_wherever_a_table_lacks_it(tiny: str) -> None:
     facts = facts_of(weft.Attention(mask=masks.causal, score=score, name="eight"))
     for machine in KNOWN.values():
-        with pytest.raises(WeftError, match=r"has no peak of 8-bit products; its record has 16-bit, fp32"):
+        with pytest.raises(WeftError, match=r"has no peak of 4-bit products; its record has 16-bit, fp32"):
             machine.matrix_flops(tiny)
         for target in targets.targets():
             call = Described("forward", machine.arch, tiny, Widths(64, 64))
@@ -387,12 +387,12 @@ def test_a_dtype_is_refused_where_kernels_convert_to_it(tiny: str, direction: Li
 
 
 def test_tilings_are_of_the_units_that_a_table_has(tiny: str) -> None:
-    with pytest.raises(WeftError, match=r"dtype: toy8 has 8-bit products, and a table has 16-bit, fp32 alone"):
+    with pytest.raises(WeftError, match=r"dtype: toy8 has 4-bit products, and a table has 16-bit, fp32 alone"):
         dtypes.dtype_named(tiny).of_units({"16-bit": 1, "fp32": 2})
 
 
 def test_a_dtype_without_a_record_is_refused_in_words() -> None:
-    with pytest.raises(WeftError, match=r"dtype: expected one of bf16, fp16, fp32, fp64, got 'fp4'"):
+    with pytest.raises(WeftError, match=r"dtype: expected one of bf16, fp16, fp32, fp64, e4m3, e5m2, got 'fp4'"):
         H200.matrix_flops("fp4")
 
 

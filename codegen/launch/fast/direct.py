@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ....compiler.planning.buffer import Buffer
 from ....compiler.planning.dtypes import dtype_named
+from ....compiler.planning.kernel import DESCALES
 from ....ir.expr import TensorOperand
 from ....ir.parse import PARSING
 from ..binding import SHAPES, Binding, Kept, Packer, Texts, WayText, direct, fitting, like
@@ -54,7 +55,7 @@ def finishes_of(job: Job) -> dict[str, Finish] | None:
 
 def may_go_directly(job: Job) -> bool:
     """Whether calls of such kernels may take a direct way at all."""
-    usual = job.algorithm in ("flash", "split_kv") and not job.own_keys and not job.signature.options
+    usual = job.algorithm in ("flash", "split_kv") and not job.own_keys and job.signature.options <= DESCALES
     return usual and job.sequences.in_order and finishes_of(job) is not None
 
 
@@ -78,6 +79,7 @@ class DirectWay:
         if not job.is_backward and not (job.sequences.keys.packed or job.sequences.keys.pooled):
             sizes = {"key": "kv_len", "value": "value_len"}
             free = {n: SHAPES[n].index(size) for n, size in sizes.items() if n in job.given_names}
+            free |= dict.fromkeys(job.signature.scaled_rows, 2)
             growing = self._factory(way, free)
         return Ways(way.function(), like=self._factory(way), growing=growing)
 
@@ -127,6 +129,7 @@ class DirectWay:
         found = {n: f"b.{n}" if n in _OF_BACKWARD else f"call.{n}" for n in job.given_names}
         found |= {n: f"call.operands[{n.removeprefix('arg_')!r}]" for n in job.arguments}
         found |= {n: f"{_WHERE}.{n}" for n in self._lengths}
+        found |= {n: f"call.read[{n!r}]" for n in job.descales}
         found |= {"q_offset_ptr" if self.mode.per_row else "q_offset": f"{_WHERE}.q_offset"}
         if job.is_backward:  # kernels name what they do not write too
             found |= {f"d{n}": f"call.{n}" for n in ("query", "key", "value") if n not in job.signature.wanted}
@@ -137,7 +140,7 @@ class DirectWay:
     @property
     def _guarded(self) -> list[str]:
         """Tensors that a call brings."""
-        names = [*self.job.given_names, *self.job.ranks, *self._lengths]
+        names = [*self.job.given_names, *self.job.ranks, *self._lengths, *self.job.descales]
         found = [n for n in names if n not in self.ready.absent]
         return [*found, "q_offset_ptr"] if self.mode.per_row else found
 
@@ -202,7 +205,7 @@ class DirectWay:
         return found | {"counter_ptr": "counter(device)"}
 
     def _tools(self) -> dict[str, object]:
-        dtype = dtype_named(self.job.signature.dtype).torch
+        dtype = dtype_named(self.job.signature.dtypes.out).torch
         own = {"dtype": dtype, "typed": typed, "as_read": as_read, "of_list": partial(self.of_list, self.mode)}
         return {**ALLOCATING, **own, **self.job.device.tools(), **self.tools}
 
@@ -238,7 +241,7 @@ class DirectWay:
         names = self._aligned
         strides = " | ".join(f"{n}_s{axis}" for n in names for axis in "bhl")
         addresses = " | ".join(f"at_{n}" for n in names)
-        size = dtype_named(self.job.signature.dtype).bytes
+        size = dtype_named(self.job.signature.dtypes.smallest).bytes
         return [
             " == ".join([*(f"{n}_sd" for n in names), "1"]),
             *(f"at_{n}" for n in names),  # a tensor without memory is told of where there is time
@@ -273,7 +276,8 @@ class DirectWay:
         job, pins, conditions = self.job, [], []
         if not job.is_backward:
             pins = [Pin("options", "call.choices"), Pin("width", "call.head_dim", "==")]
-            conditions = ["call.rope is None", "call.read is None"]
+            read = f"call.read is not None and call.read.keys() == {set(job.descales)!r}" if job.descales else ""
+            conditions = ["call.rope is None", read or "call.read is None"]
             conditions += ["call.value is None"] if job.signature.widths.value_is_key else []
         elif self.mode.no_dlse:
             conditions = ["b.dlse is None"]

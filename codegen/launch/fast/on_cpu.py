@@ -50,7 +50,7 @@ class CpuWays:
         """Those of dense calls whose keys and values are tensors of their own; others have none."""
         signature, module = self.code.signature, self.module
         widths, found = signature.widths, Ways()
-        if signature.sequences.ragged or widths.value_is_key or widths.rope_dim:
+        if signature.sequences.ragged or widths.value_is_key or widths.rope_dim or signature.dtypes.quantized:
             return found
         if signature.direction == "backward":
             self.finish = _finish_of(self.sums, self.tensors, signature.wanted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....compiler.planning.kernel import Kernel, KernelId
+from ....compiler.planning.kernel import DESCALES, Kernel, KernelId
 from ....compiler.planning.quantities import (
     RUNNING,
     Sizes,
@@ -109,6 +109,7 @@ def _cpu_score(t: Tiles) -> str:
 FLASH_FORWARD = Kernel(
     KernelId("cpu", "flash_forward"), "forward", "forward", "kv", _OVER_KEYS, _forward_stages, programs=query_programs,
     read=flash_forward_read, written=flash_forward_written, flops=forward_flops, exps=forward_exps, weighs=True,
+    options=DESCALES,
 )  # fmt: skip
 FLASH_BACKWARD = Kernel(
     KernelId("cpu", "flash_backward"), "backward", "backward_q", "kv", _OVER_KEYS, _backward_stages,

@@ -7,12 +7,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ....compiler.analysis.tiles.facts import Facts
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.target import WHOLE, CallTensors, Named, Partition, Place
 from ...launch.fast.on_cpu import MAIN, CpuWays
 from ...launch.runs import runs_of
+from ...launch.scaled import Scaled, by_rows
 from .forms import CpuForm
 
 
@@ -66,7 +68,10 @@ class CpuLauncher:
         else:
             rows = ragged.rows(call.query, call.key)
             where = runs_of(rows, ragged.kind.rows.packed, self.sink, ragged.tensors.get("table"))
-        arguments = (call.query, call.keys, call.value, operands, where, call.head_dim)
+        main = call.query, call.keys, call.value
+        if self.code.signature.dtypes.quantized:
+            main = self._real(call, None if ragged is None else where)
+        arguments = (*main, operands, where, call.head_dim)
         if self.code.signature.direction == "forward":
             self.module.forward(*arguments, out=results["out"], lse=results["lse"], **self.blocks)
             return []
@@ -74,3 +79,21 @@ class CpuLauncher:
         dkeys = [results.get("dkey"), *([] if call.rope is None else [results.get("drope")])]
         sums = self.module.backward(results["dout"], results["dlse"], *arguments, dkeys=dkeys, **given, **self.blocks)
         return list(sums)
+
+    def _real(self, call: CallTensors, runs: Any) -> Any:
+        """Query, keys and value as real numbers; where there are runs, these make theirs of it, one at a time."""
+        read = call.read or {}
+        wide = torch.float64 in {call.query.dtype, call.key.dtype}
+        dtype = torch.float64 if wide else torch.float32
+
+        def made(tensor: Tensor | None, name: str) -> Any:
+            if tensor is None:
+                return None
+            descale = read.get(name)
+            rows = None if descale is None else by_rows(descale, tensor.shape[2])
+            found = Scaled(tensor, rows, dtype)
+            return found if runs is not None else found.real()
+
+        first, *others = call.keys
+        keys = [made(first, "k_descale"), *(made(t, "") for t in others)]
+        return made(call.query, "q_descale"), keys, made(call.value, "v_descale")

@@ -85,6 +85,10 @@ COMMON = (
         lambda c: f"needs compute capability 9.0, this is {c.signature.arch}",
     ),
     Refusal(
+        lambda c: c.signature.dtypes.quantized,
+        lambda c: f"has no FP8 {', '.join(sorted(c.signature.dtypes.quantized))}; target triton converts them",
+    ),
+    Refusal(
         lambda c: c.signature.dtype not in HALVES,
         lambda c: f"needs bf16 or fp16 operands, got {c.signature.dtype}",
     ),

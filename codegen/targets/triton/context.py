@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ....compiler.analysis.tiles.facts import Facts
 from ....compiler.analysis.tiles.results import Axis, TileSource
+from ....compiler.planning.dtypes import dtype_named
 from ....compiler.planning.gradient_sums import Finish, Owner
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.records import Segment
@@ -45,6 +46,16 @@ class Features:
 
     feature_parts: list[str]  # to all kernels of the module: templates
     sum_parts: dict[str, list[str]]  # to the sums of one, by kernel: templates
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What FP8 operands need, of a forward."""
+
+    converted: dict[str, str]  # what a tile of queries, keys or values is converted to, by its letter, where it is
+    scales_rows: bool  # rows of the query are scaled by powers of two, to fit fp16
+    descales: list[str]  # options of the call, "k_descale"
+    row_descales: frozenset[str]  # those that are numbers of rows of keys
 
 
 @dataclass(frozen=True)
@@ -142,7 +153,7 @@ def records_of(code: CodePlan, facts: Facts, names: dict[Owner, str]) -> tuple[o
         fast_reads=arch.startswith("sm_"),
     )
     if code.signature.direction == "forward":
-        return columns, kernels, _features(code)
+        return columns, kernels, _features(code), _quantized(code)
     return columns, kernels, _features(code), _pair_sums(code, facts, names)
 
 
@@ -150,6 +161,15 @@ def _features(code: CodePlan) -> Features:
     kernels = [k.kernel for k in code.own]
     of_all = dict.fromkeys(f.part for k in kernels for f in k.features if not f.sums)
     return Features([*of_all], {k.name: [f.part for f in k.features if f.sums] for k in kernels})
+
+
+def _quantized(code: CodePlan) -> Quantized:
+    signature = code.signature
+    d = signature.dtypes
+    pairs = {"q": (d.query, d.products), "k": (d.key, d.products), "v": (d.value, d.weights)}
+    converted = {letter: dtype_named(to).torch_name for letter, (own, to) in pairs.items() if own != to}
+    own: list[str] = [n for n in ("q_descale", "k_descale", "v_descale") if n in signature.options]
+    return Quantized(converted if d.quantized else {}, d.scales_rows, own, signature.scaled_rows)
 
 
 def _columned(segments: tuple[Segment, ...]) -> list[Columned]:

@@ -10,6 +10,7 @@ from ....compiler.planning.kernel import Feature
 DISTANCES = Feature("distances", "triton/features/distances.py.jinja")
 SINK = Feature("sink", "triton/features/sink.py.jinja")
 DROPOUT = Feature("dropout", "triton/features/dropout.py.jinja")
+QUANTIZED = Feature("quantized", "triton/features/quantized.py.jinja")
 OF_A_BACKWARD = (DISTANCES, DROPOUT)
 # What the kernel that owns queries adds up, and the one that owns keys
 SUMS_OF_QUERIES = tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,7 @@ from ....compiler.analysis.tiles.facts import Facts
 from ....compiler.analysis.tiles.results import PAIR_KINDS, Traits
 from ....compiler.planning.by_distance import levels_of, tables_of
 from ....compiler.planning.cost import sram_bytes
-from ....compiler.planning.dtypes import HALVES, ON_GPUS
+from ....compiler.planning.dtypes import E4M3, EIGHTHS, HALVES, ON_GPUS
 from ....compiler.planning.form import Form
 from ....compiler.planning.gradient_sums import Owner, ways_of
 from ....compiler.planning.kernel import Algorithm, Kernel
@@ -115,11 +116,13 @@ class TritonTarget:
             return f"{self.name}: needs a GPU, the operands are on the CPU; use target='cpu' or 'interpret'"
         if not has_triton():
             return f"{self.name}: needs Triton; pip install triton"
-        if signature.dtype not in ON_GPUS:
+        if lacking := {signature.dtype, signature.dtypes.query, signature.dtypes.out}.difference(ON_GPUS, EIGHTHS):
             return (
-                f"{self.name}: expected fp32, fp16 or bf16 operands, got {signature.dtype}; use .reference(...) for "
+                f"{self.name}: expected fp32, fp16, bf16 or FP8 operands, got {lacking.pop()}; use .reference(...) for "
                 "float64"
             )
+        if E4M3.name in astuple(signature.dtypes) and signature.arch in ("sm_80", "sm_86"):
+            return f"{self.name}: has e4m3 from compute capability 8.9 on, this is {signature.arch}; quantise to e5m2"
         return self._why_not(kernel, signature, facts)
 
     def _why_not(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
@@ -127,6 +130,7 @@ class TritonTarget:
         return (
             self._undivided(kernel, signature, facts)
             or self._dense_only(kernel, signature, facts)
+            or self._real_only(kernel, signature)
             or self._no_lengths(signature, facts)
             or self._lacking(kernel, facts)
             or self._no_gradients(kernel, signature, facts)
@@ -170,6 +174,12 @@ class TritonTarget:
             f"{self.name}: schedule {_algorithm(kernel)} computes {rows}, got {signature.sequences} "
             "ones; use schedule='flash'"
         )
+
+    def _real_only(self, kernel: Kernel, signature: Signature) -> str | None:
+        """Why it has no such kernel for FP8 operands: schedules of papers compute real numbers."""
+        if not signature.dtypes.quantized or is_of_flash(kernel):
+            return None
+        return f"{self.name}: schedule {_algorithm(kernel)} has no FP8 operands; use schedule='flash'"
 
     def _no_lengths(self, signature: Signature, facts: Facts) -> str | None:
         """Why it has no value for a length that the variant reads."""
@@ -279,8 +289,8 @@ class InterpretTarget(TritonTarget):
             return "interpret: runs on CPU tensors; the operands are on a GPU"
         if not has_triton():
             return "interpret: needs Triton; pip install triton"
-        if signature.dtype not in ("fp32", "fp16"):
-            return f"interpret: Triton's interpreter computes fp32 and fp16 correctly, not {signature.dtype}"
+        if lacking := {*astuple(signature.dtypes)}.difference(("fp32", "fp16"), EIGHTHS):
+            return f"interpret: Triton's interpreter computes fp32 and fp16 correctly, not {lacking.pop()}"
         return self._why_not(kernel, signature, facts)
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:

@@ -96,9 +96,9 @@ class Hardware:
         return frozenset(self.name.split("-"))
 
 
-def _peaks(half: float, full: float) -> tuple[tuple[str, float], ...]:
-    """Of 16-bit products with sums in fp32, and of fp32 ones in full precision (no TF32)."""
-    return ("16-bit", half), ("fp32", full)
+def _peaks(half: float, full: float, fp8: bool = True) -> tuple[tuple[str, float], ...]:
+    """Of 16-bit products with sums in fp32, of fp32 ones in full precision (no TF32), and of FP8, twice the first."""
+    return ("16-bit", half), ("fp32", full), *((("8-bit", 2 * half),) if fp8 else ())
 
 
 A100 = Hardware(
@@ -114,7 +114,7 @@ A100 = Hardware(
     l2_bytes=40 * MIB,  # [A100] table 4
     memory_bytes=80 * 10**9,
     hbm_peak=2039e9,  # NVIDIA A100 80 GB data sheet
-    peaks=_peaks(312e12, 19.5e12),  # [A100] table 1
+    peaks=_peaks(312e12, 19.5e12, fp8=False),  # [A100] table 1
     exp_per_second=108 * 16 * 1.41e9,  # [CUDA] rate at the boost clock of [A100] table 4
 )
 H100 = Hardware(
@@ -225,7 +225,7 @@ def cpu_with(rates: CpuRates, cores: int, memory_bytes: int = 32 * 10**9, figure
         l2_bytes=max(l3, cores * l2),
         memory_bytes=memory_bytes,
         hbm_peak=rates.all_ram / 0.8,
-        peaks=_peaks(best / 0.8, best / 0.8),  # computed in fp32
+        peaks=_peaks(best / 0.8, best / 0.8, fp8=False),  # computed in fp32
         exp_per_second=cores * rates.exp_per_second,
         hbm_sustained=0.8,
         matrix_sustained=0.8,
@@ -362,7 +362,7 @@ def _unknown(kind: Literal["cuda", "hip"], properties: DeviceProperties, gcn: st
         record,
         title=f"{properties.name} (figures from the {sms} SMs and the clocks that its driver reports)",
         hbm_peak=2 * memory_clock * 1e3 * bus_bits / 8,  # two transfers a clock
-        peaks=_peaks(per_second * rates[0], per_second * rates[1]),
+        peaks=_peaks(per_second * rates[0], per_second * rates[1], fp8=False),
         exp_per_second=per_second * _EXPS_PER_CLOCK,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .....compiler.planning.kernel import Kernel, KernelId
+from .....compiler.planning.kernel import DESCALES, Kernel, KernelId
 from .....compiler.planning.quantities import (
     flash_forward_read,
     flash_forward_sram,
@@ -13,7 +13,7 @@ from .....compiler.planning.quantities import (
 )
 from .....compiler.planning.records import Stage
 from .....compiler.planning.stage_words import AHEAD, EACH_KV, ONCE, Tiles, computes, keeps, loads, stores
-from ..features import DISTANCES, DROPOUT, SINK
+from ..features import DISTANCES, DROPOUT, QUANTIZED, SINK
 
 OVER_KEYS = "the key tiles that its queries see"
 
@@ -42,5 +42,5 @@ FLASH_FORWARD = Kernel(
     KernelId("triton", "flash_forward"), "forward", "forward", "kv", OVER_KEYS, forward_stages,
     programs=query_programs, read=flash_forward_read, written=flash_forward_written, sram=flash_forward_sram,
     flops=forward_flops, exps=forward_exps, registers=forward_registers, weighs=True,
-    visits_measured=True, lists=("q",), features=(DISTANCES, SINK, DROPOUT),
+    visits_measured=True, lists=("q",), features=(DISTANCES, SINK, QUANTIZED, DROPOUT), options=DESCALES,
 )  # fmt: skip

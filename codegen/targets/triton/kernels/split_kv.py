@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .....compiler.planning.kernel import Kernel, KernelId
+from .....compiler.planning.kernel import DESCALES, Kernel, KernelId
 from .....compiler.planning.quantities import (
     ROW_STATISTIC,
     Sizes,
@@ -15,7 +15,7 @@ from .....compiler.planning.quantities import (
 )
 from .....compiler.planning.records import Stage
 from .....compiler.planning.stage_words import ONCE, Tiles, columns, computes, loads, stores
-from ..features import SINK
+from ..features import QUANTIZED, SINK
 from .forward import forward_registers, forward_stages
 
 
@@ -57,7 +57,7 @@ SPLIT_FORWARD = Kernel(
     KernelId("triton", "split_forward"), "forward", "forward", "kv", "its part of the key tiles that its rows see",
     _split_forward, programs=split_programs, read=flash_forward_read, written=split_written, sram=flash_forward_sram,
     flops=forward_flops, exps=forward_exps, registers=forward_registers, weighs=True, visits_measured=True,
-    divides=True, is_optional=True, features=(SINK,),
+    divides=True, is_optional=True, features=(SINK, QUANTIZED), options=DESCALES,
 )  # fmt: skip
 
 

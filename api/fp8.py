@@ -1,0 +1,99 @@
+"""FP8: numbers of 8 bits, each with a factor beside it that makes it real. Quantising, and what makes it exact enough.
+
+key8, value8 = weft.fp8.quantize(key), weft.fp8.quantize(value)
+out = variant(query, key8.data, value8.data, k_descale=key8.descale, v_descale=value8.descale)
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from .ir.errors import WeftError, collected
+from .runtime import descales
+from .runtime.check.tensors import form_problem
+from .runtime.ops import quantize as op
+
+Per: TypeAlias = Literal["tensor", "head", 64, 128, "token"]
+Layout: TypeAlias = Literal["rows", "columns"]
+_FROM = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+ROWS: dict[Per, int] = {"tensor": op.OF_TENSOR, "head": op.OF_HEAD, 64: 64, 128: 128, "token": 1}  # of a descale
+
+__all__ = ["Quantized", "dequantize", "quantize", "rotate"]
+
+
+class Quantized(NamedTuple):
+    """An FP8 operand: a real number is an element of `data` times its `descale`."""
+
+    data: Tensor  # [B, H, L, D]
+    descale: Tensor  # float32: [1, 1, 1, 1], [B, H, 1, 1], or [B, H, blocks, 1]
+
+
+def quantize(
+    x: Tensor, per: Per = "head", dtype: torch.dtype = torch.float8_e4m3fn, layout: Layout = "rows"
+) -> Quantized:  # fmt: skip
+    """x [B, H, L, D] as FP8 numbers with the descales of what `per` names, so that the largest of them fits exactly.
+
+    per: one descale for the "tensor", for each "head" of each batch row, for each block of 64 or 128 rows, or for each
+    "token". dtype: torch.float8_e4m3fn or torch.float8_e5m2. layout: "columns" stores a value so that its length is
+    contiguous, as products of FP8 want it, and gives a view [B, H, L, D] of that.
+
+    What is all 0 has descale 1. Infinite numbers become the largest finite ones, and NaN stays NaN.
+
+    >>> data, descale = quantize(torch.tensor([[[[1.0, -2.0]]]]))
+    >>> data.float(), descale.item() == 2 / 448
+    (tensor([[[[ 224., -448.]]]]), True)
+    """
+    problems = []
+    if (problem := form_problem("x", x)) is not None:
+        problems.append(str(problem))
+    elif x.dim() != 4 or x.dtype not in _FROM:
+        problems.append(f"x: expected [B, H, L, D] of bf16, fp16 or fp32, got {x.dtype} {list(x.shape)}")
+    if per not in get_args(Per) or isinstance(per, bool):
+        problems.append(f"per: expected 'tensor', 'head', 64, 128 or 'token', got {per!r}")
+    if dtype not in descales.FP8:
+        problems.append(f"dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got {dtype!r}")
+    if layout not in get_args(Layout):
+        problems.append(f"layout: expected 'rows' or 'columns', got {layout!r}")
+    if problems:
+        raise collected("weft.fp8.quantize", problems)
+    return Quantized(*op.quantize(x, ROWS[per], dtype, layout == "columns"))
+
+
+def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The real numbers, [B, H, L, D]."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return descales.dequantized(quantized.data, quantized.descale, wide).to(dtype)
+
+
+def rotate(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Both times one orthonormal Hadamard matrix, in the columns: q.k is the same, and outliers are spread out.
+
+    Rotate, then quantise: a column that is ten times as large as others no longer decides the descale of its row. Where
+    the width is no power of two, the largest power of two that divides it is rotated at a time.
+
+    >>> q, k = torch.randn(2, 1, 1, 4, 64).double()
+    >>> torch.allclose(q @ k.mT, torch.matmul(*(x.mT if i else x for i, x in enumerate(rotate(q, k)))))
+    True
+    """
+    if query.shape[-1] != key.shape[-1]:
+        raise WeftError(f"rotate: expected one width, got {query.shape[-1]} and {key.shape[-1]}")
+    return _rotated(query), _rotated(key)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    width = x.shape[-1]
+    block = width & -width
+    wide = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
+    matrix = torch.tensor(_hadamard(block), dtype=wide, device=x.device) * block**-0.5
+    return (x.to(wide).unflatten(-1, (-1, block)) @ matrix).flatten(-2).to(x.dtype)
+
+
+@lru_cache(maxsize=16)
+def _hadamard(size: int) -> list[list[float]]:
+    """Sylvester's matrix, of 1 and -1: symmetric, and its own inverse times `size`."""
+    return [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]

@@ -1,0 +1,122 @@
+"""The descales of a cache of FP8: one a head, which stays, or one a row, which lies in pools beside the rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..ir.errors import WeftError
+from ..runtime.descales import FP8
+from ..runtime.ops.append import append_quantized
+from ..runtime.ops.quantize import descale_of, largest
+
+if TYPE_CHECKING:
+    from .cache import Cache
+
+Scale: TypeAlias = Literal["head", "token"]
+Given: TypeAlias = float | Tensor | None  # descales that a caller has: for all layers, or [layers, Hkv]
+ROOM = 2.0  # of a descale that the first rows decide: later ones may be so many times as large before they saturate
+
+
+def scale_problems(
+    dtype: torch.dtype, scale: object, descales: tuple[Given, Given], has_values: bool
+) -> list[str]:  # fmt: skip
+    """What keeps a cache from having such descales."""
+    problems, given = [], dict(zip(("k_descale", "v_descale"), descales))
+    if scale not in (None, "head", "token"):
+        problems.append(f"scale: expected 'head' or 'token', got {scale!r}")
+    elif scale is not None and dtype not in FP8:
+        problems.append(f"scale: expected None, as dtype is {dtype}; torch.float8_e4m3fn has descales")
+    for name, descale in given.items():
+        if descale is None:
+            continue
+        if scale != "head":
+            problems.append(f"{name}: expected None; descales that are given are those of scale='head'")
+        elif name == "v_descale" and not has_values:
+            problems.append("v_descale: expected None, as a latent cache has no values")
+        elif not bool((torch.as_tensor(descale) > 0).all()) or not bool(torch.as_tensor(descale).isfinite().all()):
+            problems.append(f"{name}: expected positive numbers, got {descale}")
+    return problems
+
+
+class Scales:
+    """One descale for each row of each head: the kernel that appends writes it."""
+
+    by_token = True
+
+    def __init__(self, k_descales: list[Tensor], v_descales: list[Tensor]) -> None:
+        self.k_descales, self.v_descales = k_descales, v_descales  # a layer: [blocks, Hkv, page, 1]
+
+    @property
+    def pools(self) -> list[Tensor]:
+        """What is copied and swapped with the rows."""
+        return [*self.k_descales, *self.v_descales]
+
+    def of(self, layer: int, rows: slice | None) -> dict[str, Tensor]:
+        """Options of a call over a layer. rows: of a DenseCache, where its sequences lie."""
+        found = {"k_descale": self.k_descales[layer]}
+        if self.v_descales:
+            found["v_descale"] = self.v_descales[layer]
+        return found if rows is None else {name: pool[rows] for name, pool in found.items()}
+
+    def append(self, cache: Cache, layer: int, key: Tensor, value: Tensor | None, slots: Tensor) -> None:
+        """Write new rows of a layer."""
+        values, v_descale = (cache.values(layer), self.v_descales[layer]) if cache.has_values else (None, None)
+        append_quantized(
+            key, value, cache.keys(layer), values, slots, self.k_descales[layer], v_descale, self.by_token
+        )  # fmt: skip
+
+
+class HeadScales(Scales):
+    """One for each head, [1, Hkv, 1, 1] a layer: given, or made of the first rows that a layer gets."""
+
+    by_token = False
+
+    def __init__(self, k_descales: list[Tensor], v_descales: list[Tensor], known: bool) -> None:
+        super().__init__(k_descales, v_descales)
+        self._known = [known] * len(k_descales)
+
+    @property
+    def pools(self) -> list[Tensor]:
+        return []
+
+    def of(self, layer: int, rows: slice | None) -> dict[str, Tensor]:
+        if not self._known[layer]:
+            raise WeftError(
+                f"layer {layer}: has no descales yet; append to it first, or give k_descale= and v_descale="
+            )
+        return super().of(layer, None)
+
+    def append(self, cache: Cache, layer: int, key: Tensor, value: Tensor | None, slots: Tensor) -> None:
+        if not self._known[layer]:
+            if torch.compiler.is_compiling():
+                raise WeftError("append: the first rows of a cache with scale='head' decide its descales; append some "
+                                "outside of compiled code, or give k_descale= and v_descale=")  # fmt: skip
+            there = (slots >= 0)[:, None, :, None]
+            for new, made in ((key, self.k_descales), (value, self.v_descales)):
+                if new is not None:
+                    top = largest(torch.where(there, new.float(), 0.0), 0).amax(0, keepdim=True)
+                    made[layer].copy_(descale_of(top * ROOM, cache.dtype))
+            self._known[layer] = bool(slots.numel())
+        super().append(cache, layer, key, value, slots)
+
+
+def scales_of(cache: Cache, blocks: int, scale: Scale | None, given: tuple[Given, Given]) -> Scales:
+    """The descales of a cache, by token where nothing is said."""
+    layers = [cache.layers, cache.layers if cache.has_values else 0]
+    sizes = (blocks, cache.kv_heads, cache.page, 1) if scale != "head" else (1, cache.kv_heads, 1, 1)
+    with torch.inference_mode(False):
+        k_descales, v_descales = (
+            [torch.ones(sizes, dtype=torch.float32, device=cache.device) for _ in range(n)] for n in layers
+        )
+        if scale != "head":
+            return Scales(k_descales, v_descales)
+        for made, descale in zip((k_descales, v_descales), given):
+            if descale is not None:
+                whole = torch.as_tensor(descale, dtype=torch.float32, device=cache.device)
+                for own, numbers in zip(made, whole.expand(cache.layers, cache.kv_heads)):
+                    own.copy_(numbers.view(own.shape))
+    known = given[0] is not None and (given[1] is not None or not cache.has_values)
+    return HeadScales(k_descales, v_descales, known)

@@ -1,0 +1,127 @@
+"""The kernels that make FP8 numbers, of a tensor and of the new rows of a cache: arguments, and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compiler.planning.machines.hardware import for_device
+from ...compiler.planning.signature import starts_early
+from ..loader import without_holes
+from .binding import Binding
+
+MODULE, QUANTIZE, APPEND = "quantize", "quantize_rows", "append_quantized"
+OF_TENSOR, OF_HEAD = -1, 0  # in place of the rows of a block: one descale for all, or for each head
+_ROWS, _ROWS_OF_STEP = 32, 8  # of a program, of a tensor and of new rows of a cache
+_WIDE = 1 << 40  # strides are compiled as int64
+
+
+class Quantizing:
+    """Launches of the kernels on one device, or in Triton's interpreter."""
+
+    def __init__(self, device: int, interprets: bool) -> None:
+        from . import launching  # lazy: imports triton
+
+        self._launching, self._device, self._interprets = launching, device, interprets
+        self._module = without_holes(MODULE, interprets)
+        self._starts_early = not interprets and starts_early(for_device(torch.device("cuda", device)).arch)
+        self._runs: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+
+    # -- a tensor ------------------------------------------------------------------------------------------------------
+    def tensor(self, x: Tensor, rows: int, data: Tensor, descale: Tensor) -> None:
+        """Fill data and descale from x [B, H, L, D]. rows: that share a descale, or OF_TENSOR or OF_HEAD."""
+        if x.stride(3) != 1 and x.shape[3] > 1:
+            x = x.contiguous()
+        batches, heads, length, _ = x.shape
+        block = rows if rows > 1 else _ROWS
+        columns = data.stride(3) != 1
+        largest = descale
+        if rows < 1:
+            largest = x.new_zeros(1 if rows == OF_TENSOR else batches * heads, dtype=torch.float32)
+        given = (x, data, descale, largest)
+        strides = (*x.stride()[:3], *data.stride())
+        programs = -(-length // block) * batches * heads
+        for each in (0,) if rows > 0 else (1, 2):
+            constants = {
+                "ROWS": block, "SHARE": 1 if rows == 1 else block, "WIDTH": x.shape[3], "BLOCK": _power(x.shape[3]),
+                "MOST": torch.finfo(data.dtype).max, "PASS": each, "OF_TENSOR": rows == OF_TENSOR, "COLUMNS": columns,
+                "ALIGNED": (x.data_ptr() | _joined(strides[:3]) * x.element_size()) & 15 == 0,
+            }  # fmt: skip
+            self._launch(QUANTIZE, given, (heads, length), strides, constants, programs, warps=8 if block > 32 else 4)
+
+    # -- new rows of a cache -------------------------------------------------------------------------------------------
+    def append(
+        self, rows: tuple[Tensor, Tensor | None], caches: tuple[Tensor, Tensor | None], slots: Tensor,
+        descales: tuple[Tensor, Tensor | None], by_token: bool,
+    ) -> None:  # fmt: skip
+        """Rows [B, H, L, D] of key and value into caches [blocks, H, page, D] of FP8, at slots int32 [B, L].
+
+        descales: [blocks, H, page, 1], which get those of the rows, or [1, H, 1, 1], which are read.
+        """
+        key, keys, k_descale = rows[0], caches[0], descales[0]
+        value, values, v_descale = rows[1], caches[1], descales[1]
+        value_width = 0
+        if value is None or values is None or v_descale is None:
+            value, values, v_descale = key, keys, k_descale
+        else:
+            value_width = value.shape[3]
+        batches, heads, length, width = key.shape
+        given = (slots, key, value, keys, values, k_descale, v_descale)
+        strides = [step for t in given[1:] for step in t.stride()[:3]]
+        read = key.data_ptr() | value.data_ptr() | _joined(strides[:6]) * key.element_size()
+        constants = {
+            "ROWS": _ROWS_OF_STEP, "KEY_WIDTH": width, "KEY_BLOCK": _power(width), "VALUE_WIDTH": value_width,
+            "VALUE_BLOCK": _power(value_width), "MOST": torch.finfo(keys.dtype).max, "BY_TOKEN": by_token,
+            "ALIGNED": read & 15 == 0, "STARTS_EARLY": self._starts_early,
+        }  # fmt: skip
+        programs = -(-batches * length // _ROWS_OF_STEP) * heads
+        self._launch(APPEND, given, (batches * length, length, heads, keys.shape[2]), strides, constants, programs)
+
+    def _launch(
+        self, name: str, tensors: Sequence[Tensor], sizes: Sequence[int], strides: Sequence[int],
+        constants: Mapping[str, object], programs: int, warps: int = 4,
+    ) -> None:  # fmt: skip
+        kind = (name, *[t.dtype for t in tensors], *constants.values())
+        ready = self._runs.get(kind)
+        if ready is None:
+            ready = self._runs[kind] = self._prepared(name, tensors, len(sizes), len(strides), constants, warps)
+        run, fixed = ready
+        places = tensors if self._interprets else [t.data_ptr() for t in tensors]
+        stream = 0 if self._interprets else self._launching.current_stream(self._device)
+        run(programs, (*places, *sizes, *strides, *fixed), stream)
+
+    def _prepared(
+        self, name: str, tensors: Sequence[Tensor], n_sizes: int, n_strides: int, constants: Mapping[str, object],
+        warps: int,
+    ) -> tuple[Any, tuple[object, ...]]:  # fmt: skip
+        """What launches a kernel for tensors of one kind, and the constants that a launch is handed."""
+        kernel = getattr(self._module, name)
+        binding = Binding(name, self._launching.parameters_of(kernel)[0], "", constants)
+        if self._interprets:
+            return self._launching.interpreted(kernel, binding, {"num_warps": warps}), ()
+        options = {"num_warps": warps} | ({"launch_pdl": True} if constants.get("STARTS_EARLY") else {})
+        types = [*[t.dtype for t in tensors], *[1] * n_sizes, *[_WIDE] * n_strides]
+        with torch.cuda.device(self._device):
+            run = self._launching.compiled(kernel, binding, types, options)
+        return run, tuple(constants.values())
+
+
+def _joined(values: Sequence[int]) -> int:
+    """The bits of all of them."""
+    found = 0
+    for value in values:
+        found |= value
+    return found
+
+
+def _power(width: int) -> int:
+    return 1 << max(width - 1, 0).bit_length()
+
+
+@cache
+def quantizing(device: int, interprets: bool) -> Quantizing:
+    return Quantizing(device, interprets)

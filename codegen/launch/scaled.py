@@ -1,0 +1,45 @@
+"""FP8 operands as real numbers: stored ones times their descales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCKS = (64, 128)  # rows that may share a descale
+
+
+def shift_of(blocks: int, rows: int) -> int:
+    """The rows of a block are a power of two: which one.
+
+    >>> shift_of(100, 100), shift_of(2, 100), shift_of(1, 100)
+    (0, 6, 7)
+    """
+    return 0 if blocks >= rows else 6 if blocks * BLOCKS[0] >= rows else 7
+
+
+def by_rows(descale: Tensor, rows: int) -> Tensor:
+    """Descales [B, H, blocks or 1, 1] as [B, H, rows, 1]: a view where it can be one."""
+    batch, heads, blocks, _ = descale.shape
+    if blocks not in (1, rows):
+        descale = descale.repeat_interleave(1 << shift_of(blocks, rows), dim=2)[:, :, :rows]
+    return descale.expand(batch, heads, rows, 1)
+
+
+class Scaled(NamedTuple):
+    """An operand that is not yet made real."""
+
+    stored: Tensor  # [B, H, rows, columns]
+    descale: Tensor | None  # [B, H, rows, 1]; None: 1
+    dtype: torch.dtype  # of the real numbers
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.stored.shape
+
+    def real(self, take: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor:
+        """What `take` takes of it, as real numbers."""
+        found = take(self.stored).to(self.dtype)
+        return found if self.descale is None else found * take(self.descale).to(self.dtype)

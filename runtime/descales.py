@@ -1,0 +1,184 @@
+"""What FP8 operands of a call bring: descales as kernels read them, and the dtype of the output.
+
+A real number is a stored one times its descale. Kernels read one canonical form, float32:
+
+    query          [B, Hq, n, 1]: n is L, or the number of blocks of 64 or 128 rows
+    key and value  [B, Hkv, 1, 1]: one number a head; or [B, Hkv, n, 1] as above: numbers of rows
+
+B is 1 of packed operands, and the number of blocks of a pool. What a caller gives broadcasts to it without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf
+
+import torch
+from torch import Tensor
+
+from ..codegen.launch.scaled import BLOCKS, Scaled, by_rows
+from ..compiler.planning.dtypes import EIGHTHS, dtype_named, named_by_torch
+from ..compiler.planning.signature import usual_out
+from ..ir.errors import collected
+from .options import CallOptions
+from .settings import checks_values
+
+DTYPES = named_by_torch()
+FP8 = frozenset(dtype_named(name).torch for name in EIGHTHS)
+OF = {"query": "q_descale", "key": "k_descale", "value": "v_descale"}  # the option of each operand
+NAMES = tuple(OF.values())
+Main = Mapping[str, Tensor | None]  # query, key and value
+
+
+def read_by_kernels(name: str, main: Main, options: CallOptions, pooled: bool) -> dict[str, Tensor]:
+    """The descales of a call in canonical form, by option. name: of the variant, for errors. torch traces this.
+
+    Raises WeftError for what is no descale of these operands, naming all that is wrong.
+    """
+    given = {operand: getattr(options, n) for operand, n in OF.items() if getattr(options, n) is not None}
+    problems = [p for operand, descale in given.items() for p in _problems(operand, main, descale, pooled)]
+    problems += _out_problems(main, options.out_dtype)
+    if problems:
+        raise collected(name, problems)
+    return {OF[operand]: _canonical(operand, main[operand], descale) for operand, descale in given.items()}  # type: ignore[arg-type]
+
+
+def out_name(options: CallOptions) -> str | None:
+    """The dtype of the output as `Choices` has it; None where the call names none."""
+    return None if options.out_dtype is None else DTYPES[options.out_dtype]
+
+
+def _canonical(operand: str, tensor: Tensor, descale: float | Tensor) -> Tensor:
+    batch, heads, rows, _ = tensor.shape
+    if not isinstance(descale, Tensor):
+        descale = torch.full((1, 1, 1, 1), float(descale), dtype=torch.float32, device=tensor.device)
+    elif descale.dim() < 2:
+        descale = descale.reshape(1, -1, 1, 1)
+    elif descale.dim() < 4:
+        descale = descale.reshape(*[1] * (4 - descale.dim()), *descale.shape)
+    blocks = rows if operand == "query" and descale.shape[2] == 1 else descale.shape[2]
+    return descale.expand(batch, heads, blocks, 1)
+
+
+def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterator[str]:
+    """What keeps a value from being the descale of an operand."""
+    n, tensor = OF[operand], main[operand]
+    if tensor is None:
+        yield f"{n}: the value is columns of the key here, and k_descale is the descale of both"
+        return
+    if tensor.dtype not in FP8:
+        yield f"{n}: expected None, as {operand} is {tensor.dtype}; descales are of FP8 operands, torch.float8_e4m3fn"
+        return
+    if not isinstance(descale, Tensor):
+        if isinstance(descale, bool) or not isinstance(descale, (int, float, torch.SymFloat)):
+            yield f"{n}: expected a float or a float32 tensor, got {type(descale).__name__}"
+        elif isinstance(descale, (int, float)) and not 0.0 < descale < inf:
+            yield f"{n}: expected a positive number, got {descale}"
+        return
+    if descale.dtype != torch.float32 or descale.device != tensor.device:
+        got = f"{descale.dtype} on {descale.device}"
+        yield f"{n}: expected float32 on {tensor.device}, got {got}; cast it, {n}.float()"
+    elif descale.requires_grad and torch.is_grad_enabled():
+        yield f"{n}: a descale has no gradient; pass {n}.detach()"
+    elif not _fits(operand, tensor, descale, pooled):
+        yield f"{n}: expected {_shapes(operand, tensor, pooled)}, got shape {list(descale.shape)}"
+    elif not torch.compiler.is_compiling() and (descale.is_cpu or checks_values()):
+        wrong = descale[~((descale > 0.0) & (descale < inf))]
+        if wrong.numel():
+            yield f"{n}: expected positive numbers, got {wrong[0].item()}"
+
+
+def _fits(operand: str, tensor: Tensor, descale: Tensor, pooled: bool) -> bool:
+    batch, heads, rows, _ = tensor.shape
+    if descale.dim() > 4:
+        return False
+    if descale.dim() < 2:
+        return descale.numel() in (1, heads)
+    of_batch, of_heads, blocks, width = (*[1] * (4 - descale.dim()), *descale.shape)
+    if of_heads not in (1, heads) or width != 1:
+        return False
+    if pooled and operand != "query":  # of pages of one row nobody could tell the two apart
+        return (of_batch, blocks) == (1, 1) or (rows > 1 and (of_batch, blocks) == (batch, rows))
+    return of_batch in (1, batch) and blocks in {1, rows, *(-(-rows // n) for n in BLOCKS)}
+
+
+def _shapes(operand: str, tensor: Tensor, pooled: bool) -> str:
+    batch, heads, rows, _ = tensor.shape
+    if pooled and operand != "query":
+        return f"what broadcasts to [1, {heads}, 1, 1], or one number a row of the pool, [{batch}, {heads}, {rows}, 1]"
+    blocks = " or ".join(str(n) for n in sorted({rows, *(-(-rows // n) for n in BLOCKS)}))
+    return (
+        f"what broadcasts to [{batch}, {heads}, 1, 1], or one number a block of 1, 64 or 128 rows, "
+        f"[{batch}, {heads}, {blocks}, 1]"
+    )
+
+
+def _out_problems(main: Main, out_dtype: torch.dtype | None) -> Iterator[str]:
+    """What keeps this from being the dtype of the output."""
+    if out_dtype is None:
+        return
+    query, key, value = main["query"], main["key"], main["value"]
+    assert query is not None and key is not None
+    if not FP8 & {t.dtype for t in (query, key, value) if t is not None} and out_dtype != query.dtype:
+        yield (
+            f"out_dtype: expected {query.dtype} as the query is, got {out_dtype}; others are for calls with FP8 "
+            "operands"
+        )
+
+
+def out_dtype_of(query: Tensor, key: Tensor, value: Tensor | None, named: str | None = None) -> torch.dtype:
+    """The dtype of the output. named: as `Choices` has it."""
+    if named is not None:
+        return dtype_named(named).torch
+    if query.dtype not in FP8:
+        return query.dtype
+    return dtype_named(usual_out(*(DTYPES[t.dtype] for t in (query, key, key if value is None else value)))).torch
+
+
+def rows_read(read: Mapping[str, Tensor]) -> frozenset[str]:
+    """Of the descales that kernels read, those of keys and values that are numbers of rows."""
+    return frozenset(n for n, t in read.items() if n in NAMES[1:] and t.shape[2] > 1)
+
+
+def misfits(query: Tensor, key: Tensor, value: Tensor | None, read: Mapping[str, Tensor]) -> list[str]:
+    """Descales that are not in canonical form of these operands: a graph reaches the op with what it holds."""
+    main = {"q_descale": query, "k_descale": key, "v_descale": value}
+    found = []
+    for n, tensor in main.items():
+        descale = read.get(n)
+        if descale is None:
+            continue
+        fits = tensor is not None and descale.dim() == tensor.dim() == 4 and descale.dtype == torch.float32
+        if not fits or descale.shape[:2] != tensor.shape[:2] or descale.shape[3] != 1:  # type: ignore[union-attr]
+            found.append(f"{n}: expected a descale of its operand, got {descale.dtype} {list(descale.shape)}")
+    return found
+
+
+# -- real numbers ------------------------------------------------------------------------------------------------------
+def dequantized(tensor: Tensor, descale: float | Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Stored numbers [B, H, rows, columns] times their descale, in any of the forms that a call takes."""
+    factor = None if descale is None else by_rows(_canonical("key", tensor, descale), tensor.shape[2])
+    return Scaled(tensor, factor, dtype).real()
+
+
+def real_dtype(tensors: Sequence[Tensor], out_dtype: torch.dtype | None) -> torch.dtype:
+    """What the definition is computed in: float64 where something of the call is, else float32."""
+    wide = torch.float64 in {out_dtype, *(t.dtype for t in tensors)}
+    return torch.float64 if wide else torch.float32
+
+
+def are_quantized(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether one is FP8."""
+    return not FP8.isdisjoint([t.dtype for t in tensors if t is not None])
+
+
+NO_BACKWARD = (
+    "a call with FP8 operands has no backward: call under torch.no_grad(), or train with bf16 operands; "
+    "x + (weft.fp8.dequantize(weft.fp8.quantize(x)) - x).detach() has the numbers of FP8, and gradients"
+)
+
+
+def refuse_gradients(name: str, wanted: bool) -> None:
+    """Raise where a gradient of a call with FP8 operands is wanted."""
+    if wanted:
+        raise collected(name, [NO_BACKWARD])

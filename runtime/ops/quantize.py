@@ -1,0 +1,107 @@
+"""The torch op that makes FP8 numbers of others: a Triton kernel on a GPU, torch on a CPU.
+
+weft::quantize(x, rows, dtype, columns) -> (data, descale)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...codegen.launch.quantizing import OF_HEAD as OF_HEAD
+from ...codegen.launch.quantizing import OF_TENSOR as OF_TENSOR
+from ...codegen.launch.quantizing import quantizing
+from ...codegen.targets import target_named
+from ...compiler.planning.dtypes import dtype_named, named_by_torch
+from ..settings import default_target
+
+LEAST = 2.0**-126  # of descales: smaller ones are 0 in some units
+PADDED = 16  # rows that columns of a value begin at multiples of, so that they are read 16 bytes at a time
+
+_LIBRARY = torch.library.Library("weft", "FRAGMENT")
+_LIBRARY.define(
+    "quantize(Tensor x, SymInt rows, str dtype, bool columns) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def quantize(x: Tensor, rows: int, dtype: torch.dtype, columns: bool) -> tuple[Tensor, Tensor]:
+    """FP8 numbers of x [B, H, L, D], and descales. rows: of a block that has one, or OF_TENSOR or OF_HEAD."""
+    found: tuple[Tensor, Tensor] = torch.ops.weft.quantize(x, rows, named_by_torch()[dtype], columns)
+    return found
+
+
+def made(x: Tensor, rows: int, dtype: str, columns: bool) -> tuple[Tensor, Tensor]:
+    """Room for both."""
+    batch, heads, length, width = x.shape
+    kind = dtype_named(dtype).torch
+    if columns:
+        padded = -(-length // PADDED) * PADDED
+        data = x.new_empty((batch, heads, width, padded), dtype=kind)[..., :length].transpose(2, 3)
+    else:
+        data = x.new_empty((batch, heads, length, width), dtype=kind)
+    sizes = (1, 1, 1) if rows == OF_TENSOR else (batch, heads, 1 if rows == OF_HEAD else -(-length // rows))
+    return data, x.new_empty((*sizes, 1), dtype=torch.float32)
+
+
+def largest(x: Tensor, rows: int) -> Tensor:
+    """The largest finite number of each block, [B, H, blocks, 1] or [1, 1, 1, 1]; 0 where there is none."""
+    size = torch.where(x.isfinite(), x.abs(), 0.0)
+    if not x.numel():
+        return size.new_zeros((1, 1, 1, 1) if rows == OF_TENSOR else (*x.shape[:2], 1, 1))
+    if rows == OF_TENSOR:
+        return size.amax().view(1, 1, 1, 1)
+    if rows == OF_HEAD:
+        return size.amax((2, 3), keepdim=True)
+    blocks = -(-x.shape[2] // rows)
+    padded = torch.nn.functional.pad(size, (0, 0, 0, blocks * rows - x.shape[2]))
+    return padded.unflatten(2, (blocks, rows)).amax((3, 4))[..., None]
+
+
+def descale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The factor that makes the largest stored number of these: 1 where all are 0."""
+    most = torch.finfo(dtype).max
+    return torch.where(largest == 0.0, 1.0, (largest / most).clamp(min=LEAST))
+
+
+def stored(x: Tensor, descale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x / descale as FP8 numbers: what is too large is the largest one, NaN is NaN."""
+    most = torch.finfo(dtype).max
+    return (x.float() / descale).clamp(-most, most).to(dtype)
+
+
+def _on_cpu(x: Tensor, rows: int, dtype: str, columns: bool) -> tuple[Tensor, Tensor]:
+    data, descale = made(x, rows, dtype, columns)
+    name = default_target()
+    if name is not None and target_named(name).interprets and x.numel():
+        return _by_kernel(x, rows, data, descale, -1, True)
+    descale.copy_(descale_of(largest(x.float(), rows), data.dtype).expand(descale.shape))
+    spread = descale
+    if rows > 1:
+        spread = descale.repeat_interleave(rows, dim=2)[:, :, : x.shape[2]]
+    data.copy_(stored(x, spread, data.dtype))
+    return data, descale
+
+
+def _on_gpu(x: Tensor, rows: int, dtype: str, columns: bool) -> tuple[Tensor, Tensor]:
+    data, descale = made(x, rows, dtype, columns)
+    if not x.numel():
+        return data, descale.fill_(1.0)
+    with torch.cuda.device(x.device):  # Triton launches on the current one
+        return _by_kernel(x, rows, data, descale, x.get_device(), False)
+
+
+def _by_kernel(
+    x: Tensor, rows: int, data: Tensor, descale: Tensor, device: int, interprets: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    quantizing(device, interprets).tensor(x, rows, data, descale)
+    return data, descale
+
+
+def _fake(x: Tensor, rows: int, dtype: str, columns: bool) -> tuple[Tensor, Tensor]:
+    return made(x, rows, dtype, columns)
+
+
+_LIBRARY.impl("quantize", _on_cpu, "CPU")
+_LIBRARY.impl("quantize", _on_gpu, "CUDA")
+torch.library.register_fake("weft::quantize", _fake, lib=_LIBRARY)

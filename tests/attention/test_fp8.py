@@ -1,0 +1,523 @@
+"""FP8 operands: every target against float64 over the dequantised operands, errors of formats, bad input."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import weft
+from benchmarks import fp8_accuracy
+from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
+
+from ..support import check_errors, mostly, poisoned
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+slopes, sinks = weft.tensor("slopes", 1), weft.tensor("sinks", 1)
+doc = weft.tensor("doc", 2, int)
+pad = weft.tensor("pad", 2)
+window = weft.scalar("window", int)
+CAUSAL = weft.Attention(mask=masks.causal, name="causal")
+VARIANTS = {
+    "dense": (weft.Attention(name="dense"), {}),
+    "causal": (CAUSAL, {}),
+    "window": (weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="windowed"), {"window": 20}),
+    "cap": (weft.Attention(5.0 * weft.tanh(score / 5.0), masks.causal, name="cap"), {}),
+    "negative": (weft.Attention(mask=masks.causal, scale=-0.2, name="negative"), {}),
+    "alibi": (
+        weft.Attention(score * (1.0 + 0.01 * kv_len) + slopes[head] * (kv_pos - q_pos), masks.causal, name="alibi"),
+        {"slopes": torch.tensor([0.1, 0.3, 0.01, 0.5])},
+    ),
+    "documents": (
+        weft.Attention(mask=masks.causal & (doc[batch, q_pos] == doc[batch, kv_pos]), name="documents"),
+        {"doc": (torch.arange(200) // 23).repeat(6, 1)},
+    ),
+    "far": (
+        weft.Attention(score + pad[batch, kv_pos], name="far"),
+        {"pad": torch.where(torch.arange(200) % 5 == 3, -1e9, 0.0).repeat(6, 1)},
+    ),
+    "sink": (weft.Attention(mask=masks.causal, sink=sinks[head], name="sinks"), {"sinks": torch.randn(4)}),
+    "sigmoid": (weft.Attention(mask=masks.causal, normalizer="sigmoid", name="sigmoids"), {}),
+    "relu": (weft.Attention(mask=masks.causal, normalizer="relu", name="relus"), {}),
+    "dropout": (weft.Attention(mask=masks.causal, dropout=0.3, name="dropped"), {"seed": 5}),
+}  # fmt: skip
+TARGETS = ("cpu", "interpret")
+QUERIES = {"cpu": torch.bfloat16, "interpret": torch.float16}
+
+
+def quantized(shape, per, dtype=E4M3, seed=0, size=1.0, layout="rows"):
+    """FP8 numbers of random ones inside NaN, and their descale; "number": a float."""
+    x = poisoned(shape, torch.float32, seed=seed) * size
+    data, descale = weft.fp8.quantize(x, per="tensor" if per == "number" else per, dtype=dtype, layout=layout)
+    return (data, descale.item()) if per == "number" else (data, descale)
+
+
+def check(variant, tensors, target, *, normalizes=True, schedule=None, **options):
+    """out and lse of a call against float64; the definition in the call's own dtype is what plain torch would get."""
+    wide = [t.double() if t.dtype not in (E4M3, E5M2) else t for t in tensors]
+    given = {**options, "return_lse": normalizes}
+    found = variant(*tensors, target=target, schedule=schedule, **given)
+    exact = variant.reference(*wide, **{**given, "out_dtype": torch.float64})
+    plain = variant.reference(*tensors, **given)
+    found, exact, plain = ([x] if isinstance(x, torch.Tensor) else x for x in (found, exact, plain))
+    assert found[0].dtype == plain[0].dtype == options.get("out_dtype", found[0].dtype)
+    for name, x, e, p in zip(("out", "lse"), found, exact, plain):
+        check_errors(x, e, p, f"{variant.name} {target} {name}")
+    return found[0]
+
+
+def operands(target, per=("head", "head", "head"), dtypes=(None, E4M3, E4M3), rows=(70, 130), dim=32, value_dim=24):
+    """query [2, 4, L, D], key and value [2, 2, T, ...], those with an FP8 dtype as such, and the options of a call."""
+    shapes = (2, 4, rows[0], dim), (2, 2, rows[1], dim), (2, 2, rows[1], value_dim)
+    tensors, options = [], {}
+    for n, (shape, dtype) in enumerate(zip(shapes, dtypes)):
+        if dtype is None:
+            tensors.append(poisoned(shape, QUERIES[target], seed=n))
+            continue
+        data, descale = quantized(shape, per[n], dtype, seed=n, size=(1.0, 3.0, 0.02)[n])
+        tensors.append(data)
+        options[f"{'qkv'[n]}_descale"] = descale
+    if None not in dtypes and target == "interpret":
+        options["out_dtype"] = torch.float16  # Triton's interpreter has no bf16
+    return tensors, options
+
+
+def check_lse(name):
+    return name not in ("sigmoid", "relu")
+
+
+# -- the definition ----------------------------------------------------------------------------------------------------
+def test_the_reference_is_of_real_numbers() -> None:
+    query, key, value = torch.randn(3, 2, 2, 40, 16, dtype=torch.float64)
+    key8, value8 = weft.fp8.quantize(key), weft.fp8.quantize(value, per=64)
+    options = {"k_descale": key8.descale, "v_descale": value8.descale}
+    real = [weft.fp8.dequantize(x, torch.float64) for x in (key8, value8)]
+    found = CAUSAL.reference(query, key8.data, value8.data, **options)
+    torch.testing.assert_close(found, CAUSAL.reference(query, *real), atol=1e-14, rtol=0)
+    assert CAUSAL.reference(query.bfloat16(), key8.data, value8.data, **options).dtype == torch.bfloat16
+    wide = CAUSAL.reference(query.bfloat16(), key8.data, value8.data, out_dtype=torch.float64, **options)
+    torch.testing.assert_close(wide, CAUSAL.reference(query.bfloat16().double(), *real), atol=1e-14, rtol=0)
+
+
+# -- targets -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_over_an_fp8_cache(name: str, target: str) -> None:
+    variant, own = VARIANTS[name]
+    tensors, options = operands(target, per=("head", "head", "token"))
+    if (name, target) == ("relu", "interpret"):  # weights of any size want bf16
+        with pytest.raises(weft.UnavailableError, match="interpreter computes fp32 and fp16 correctly, not bf16"):
+            variant(*tensors, target=target, **options)
+        tensors[0] = tensors[0].float()
+    check(variant, tensors, target, normalizes=check_lse(name), **own, **options)
+
+
+PER = ["number", "tensor", "head", 64, 128, "token"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("per", PER)
+def test_all_operands_in_fp8_with_descales_of_any_kind(per, target: str) -> None:
+    tensors, options = operands(target, per=(per, per, per), dtypes=(E4M3, E4M3, E4M3), rows=(70, 200))
+    out = check(CAUSAL, tensors, target, **options)
+    assert out.dtype == (torch.bfloat16 if target == "cpu" else torch.float16)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtypes", [(None, E5M2, E5M2), (E5M2, E4M3, E5M2), (None, E4M3, None), (None, None, E4M3),
+                                    (E4M3, None, None), (E4M3, E5M2, None)])  # fmt: skip
+def test_any_of_the_operands_may_be_fp8(dtypes, target: str) -> None:
+    tensors, options = operands(target, dtypes=dtypes)
+    check(CAUSAL, tensors, target, **options)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_few_queries_behind_many_keys(target: str) -> None:
+    for per in ("head", "token"):
+        tensors, options = operands(target, per=(per, per, per), rows=(2, 400))
+        for variant, own in (VARIANTS["causal"], VARIANTS["sink"], VARIANTS["cap"]):
+            check(variant, tensors, target, schedule="split_kv" if target == "interpret" else None, **own, **options)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("per", ["head", 64, "token"])
+def test_padded_and_packed_sequences(per, target: str) -> None:
+    tensors, options = operands(target, per=(per, per, per), dtypes=(E4M3, E4M3, E4M3), rows=(70, 150))
+    lens = {"q_lens": torch.tensor([70, 33]), "kv_lens": torch.tensor([90, 150], dtype=torch.int32)}
+    for name in ("causal", "documents", "sink"):
+        variant, own = VARIANTS[name]
+        check(variant, tensors, target, **lens, **own, **options)
+    packed, options = [], {}
+    for n, shape in enumerate([(1, 4, 100, 32), (1, 2, 180, 32), (1, 2, 180, 24)]):
+        data, options[f"{'qkv'[n]}_descale"] = quantized(shape, per, seed=n)
+        packed.append(data)
+    if target == "interpret":
+        options["out_dtype"] = torch.float16
+    starts = {"cu_seqlens_q": torch.tensor([0, 40, 100]), "cu_seqlens_kv": torch.tensor([0, 110, 180])}
+    check(CAUSAL, packed, target, **starts, **options)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("per", ["number", "head", "token"])
+@pytest.mark.parametrize("page", mostly([16], [16, 64]))
+def test_pages(page: int, per, rows: int, target: str) -> None:
+    query = poisoned((3, 4, rows, 32), QUERIES[target], seed=5)
+    key, value = (poisoned((12, 2, page, width), torch.float32, seed=n) for n, width in ((1, 32), (2, 24)))
+    options = {"block_table": torch.randperm(12).view(3, 4).int(), "kv_lens": torch.tensor([4 * page, 0, page + 3])}
+    pools = []
+    for n, pool in (("k", key), ("v", value)):
+        whole = weft.fp8.quantize(pool.transpose(0, 1).flatten(1, 2)[None], per="head" if per == "head" else "tensor")
+        data, descale = weft.fp8.quantize(pool, per="token") if per == "token" else (
+            whole.data[0].unflatten(1, (12, page)).transpose(0, 1), whole.descale
+        )  # fmt: skip
+        pools.append(data)
+        options[f"{n}_descale"] = descale.item() if per == "number" else descale
+    for name in ("causal", "cap", "sink", "sigmoid"):
+        variant, own = VARIANTS[name]
+        check(variant, [query, *pools], target, normalizes=check_lse(name), **options, **own)
+    packed = query.transpose(0, 1).flatten(1, 2)[None]
+    starts = torch.arange(4) * rows
+    check(CAUSAL, [packed, *pools], target, cu_seqlens_q=starts, **options)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_value_whose_length_is_contiguous_is_the_same_value(target: str) -> None:
+    tensors, options = operands(target, rows=(70, 131))
+    columns = weft.fp8.quantize(poisoned((2, 2, 131, 24), torch.float32, seed=2) * 0.02, layout="columns")
+    assert columns.data.stride()[2:] == (1, 144) and columns.data.shape == tensors[2].shape
+    assert torch.equal(columns.data.float(), tensors[2].float())
+    query, key, value = tensors
+    given = {**options, "target": target}
+    assert torch.equal(CAUSAL(query, key, columns.data, **given), CAUSAL(query, key, value, **given))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_descales_far_from_one_are_exact(target: str) -> None:
+    """Weights times descales of values, and rows of the query, would leave the range of fp16."""
+    tensors, options = operands(target, per=("head", "token", "token"))
+    tensors[0] = tensors[0] * 2.0**-10
+    uneven = options["v_descale"] * torch.logspace(-30, 30, 130, base=2.0)[None, None, :, None]
+    for v_descale in (options["v_descale"] * 2.0**-40, options["v_descale"] * 2.0**40, uneven, uneven.flip(2)):
+        given = {"k_descale": options["k_descale"] * 2.0**-8, "v_descale": v_descale, "out_dtype": torch.float32}
+        out, exact = CAUSAL(*tensors, target=target, **given), CAUSAL.reference(*tensors, **given)
+        assert ((out - exact).norm(dim=-1) <= 2.0**-9 * exact.norm(dim=-1)).all()
+
+
+# -- the output --------------------------------------------------------------------------------------------------------
+def test_the_dtype_of_the_output() -> None:
+    (query, key, value), options = operands("cpu")
+    assert CAUSAL(query, key, value, **options).dtype == torch.bfloat16
+    assert CAUSAL(query.half(), key, value, **options).dtype == torch.float16
+    assert CAUSAL(key, key, value).dtype == torch.bfloat16
+    assert CAUSAL(key, key, value.half()).dtype == torch.float16
+    for dtype in (torch.float16, torch.float32, torch.bfloat16):
+        assert CAUSAL(query, key, value, out_dtype=dtype, **options).dtype == dtype
+        assert CAUSAL.reference(query, key, value, out_dtype=dtype, **options).dtype == dtype
+    plain = torch.randn(1, 1, 4, 16)
+    assert CAUSAL(plain, plain, plain, out_dtype=torch.float32).dtype == torch.float32
+    with pytest.raises(weft.WeftError, match="out_dtype: expected torch.float32 as the query is, got torch.bfloat16"):
+        CAUSAL(plain, plain, plain, out_dtype=torch.bfloat16)
+    with pytest.raises(weft.WeftError, match="out_dtype: expected torch.bfloat16, .*, got torch.float8_e4m3fn"):
+        CAUSAL(query, key, value, out_dtype=E4M3)
+
+
+def test_calls_under_torch_compile_and_by_the_op() -> None:
+    (query, key, value), options = operands("cpu")
+    expected = CAUSAL(query, key, value, **options)
+    compiled = torch.compile(lambda *given: CAUSAL(*given, **options), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(query, key, value), expected)
+    quantize = torch.compile(lambda x: weft.fp8.quantize(x, per="head"), backend="eager", fullgraph=True)
+    assert torch.equal(quantize(query)[0].float(), weft.fp8.quantize(query, per="head").data.float())
+    torch.library.opcheck(torch.ops.weft.quantize, (query.float(), 64, "e4m3", False))
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("descale", "message"),
+    [
+        (0.0, "k_descale: expected a positive number, got 0.0"),
+        (-1.0, "k_descale: expected a positive number, got -1.0"),
+        (math.nan, "k_descale: expected a positive number, got nan"),
+        (math.inf, "k_descale: expected a positive number, got inf"),
+        ("1", "k_descale: expected a float or a float32 tensor, got str"),
+        (True, "k_descale: expected a float or a float32 tensor, got bool"),
+        (torch.ones(2, 2, 1, 1).double(), "k_descale: expected float32 on cpu, got torch.float64 on cpu; cast it"),
+        (torch.ones(2, 4, 1, 1), r"k_descale: expected what broadcasts to \[2, 2, 1, 1\].*got shape \[2, 4, 1, 1\]"),
+        (torch.ones(2, 2, 4, 1), r"k_descale: .*\[2, 2, 2 or 3 or 130, 1\], got shape \[2, 2, 4, 1\]"),
+        (torch.ones(2, 2, 1, 32), r"k_descale: .*got shape \[2, 2, 1, 32\]"),
+        (torch.tensor([1.0, 0.0]), "k_descale: expected positive numbers, got 0.0"),
+        (torch.tensor([1.0, math.nan]), "k_descale: expected positive numbers, got nan"),
+        (torch.tensor([1.0, -2.0]), "k_descale: expected positive numbers, got -2.0"),
+        (torch.ones(2, requires_grad=True), "k_descale: a descale has no gradient; pass k_descale.detach()"),
+    ],
+)
+def test_descales_that_are_none(descale, message: str) -> None:
+    (query, key, value), _ = operands("cpu")
+    for call in (CAUSAL, CAUSAL.reference):
+        with pytest.raises(weft.WeftError, match=message):
+            call(query, key, value, k_descale=descale)
+
+
+def test_operands_that_do_not_fit() -> None:
+    (query, key, value), _ = operands("cpu")
+    with pytest.raises(weft.WeftError, match="q_descale: expected None, as query is torch.bfloat16"):
+        CAUSAL(query, key, value, q_descale=1.0)
+    with pytest.raises(weft.WeftError, match="value: expected dtype torch.bfloat16 as in query, got torch.float16"):
+        CAUSAL(query, key, value.half())
+    pools = [x.repeat(2, 1, 1, 1)[:, :, :64] for x in (key, value)]
+    table = {"block_table": torch.zeros(2, 1, dtype=torch.int32), "kv_lens": torch.tensor([3, 3])}
+    for shape in ((4, 2, 1, 1), (1, 2, 64, 1)):
+        with pytest.raises(weft.WeftError, match=r"k_descale: .*or one number a row of the pool, \[4, 2, 64, 1\]"):
+            CAUSAL(query, *pools, k_descale=torch.ones(shape), **table)
+
+
+def test_there_is_no_backward_and_a_message_says_what_to_do() -> None:
+    (query, key, value), options = operands("cpu")
+    for call in (CAUSAL, CAUSAL.reference):
+        with pytest.raises(weft.WeftError, match="FP8 operands has no backward: .* train with bf16"):
+            call(query.requires_grad_(), key, value, **options)
+    with torch.no_grad():
+        CAUSAL(query, key, value, **options)
+    real = torch.randn(1, 2, 64, 16, requires_grad=True)
+    through = real + (weft.fp8.dequantize(weft.fp8.quantize(real.detach())) - real).detach()
+    CAUSAL(through, through, through).sum().backward()
+    assert torch.isfinite(real.grad).all() and real.grad.norm() > 0
+
+
+def test_autocast_leaves_fp8_alone() -> None:
+    (query, key, value), options = operands("cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(CAUSAL(query.float(), key, value, **options), CAUSAL(query, key, value, **options))
+
+
+# -- quantising --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("per", ["tensor", "head", 64, 128, "token"])
+def test_the_largest_number_of_what_shares_a_descale_is_the_largest_stored(per, dtype: torch.dtype) -> None:
+    x = poisoned((2, 3, 150, 24), torch.bfloat16)
+    data, descale = weft.fp8.quantize(x, per=per, dtype=dtype)
+    blocks = {"tensor": 1, "head": 1, 64: 3, 128: 2, "token": 150}[per]
+    assert data.dtype == dtype and data.shape == x.shape
+    assert descale.shape == ((1, 1, 1, 1) if per == "tensor" else (2, 3, blocks, 1)) and descale.dtype == torch.float32
+    most = torch.finfo(dtype).max
+    rows = {"tensor": 150, "head": 150, "token": 1}.get(per, per)
+    for b in range(blocks):
+        part = data[:, :, b * rows : (b + 1) * rows].float().abs()
+        tops = part.amax((2, 3)) if per != "tensor" else part.amax()
+        assert (tops == most).all()
+    error = (weft.fp8.dequantize(weft.fp8.Quantized(data, descale)) - x.float()).abs()
+    digits = {E4M3: 4, E5M2: 3}[dtype]
+    spread = descale.repeat_interleave(rows, dim=2)[:, :, :150] if blocks > 1 else descale
+    assert (error <= 2.0**-digits * x.float().abs() + 2.0**-10 * spread).all()
+
+
+def test_zeros_infinities_and_nan() -> None:
+    x = torch.zeros(1, 3, 2, 4)
+    x[0, 1] = torch.tensor([[1.0, math.inf, -math.inf, math.nan], [2.0, 0.0, -1.0, 0.5]])
+    x[0, 2] = 2.0**-140
+    data, descale = weft.fp8.quantize(x, per="head")
+    assert descale[0, 0].item() == 1.0 and not data[0, 0].float().any()
+    assert descale[0, 1].item() == pytest.approx(2 / 448)
+    assert data[0, 1, 0].float()[:3].tolist() == [224.0, 448.0, -448.0] and data[0, 1, 0, 3].float().isnan()
+    assert descale[0, 2].item() >= 2.0**-126
+    key = data[:, 1:2]
+    out = weft.Attention()(torch.ones(1, 1, 1, 4), key, key, k_descale=descale[:, 1:2])
+    assert out.isnan().all()  # a NaN of a key that is seen is seen
+
+
+def test_bad_input_of_quantize() -> None:
+    x = torch.randn(1, 1, 4, 8)
+    for given, message in (
+        ({"per": 32}, "per: expected 'tensor', 'head', 64, 128 or 'token', got 32"),
+        ({"dtype": torch.float16}, "dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got torch.float16"),
+        ({"layout": "cols"}, "layout: expected 'rows' or 'columns', got 'cols'"),
+    ):
+        with pytest.raises(weft.WeftError, match=message):
+            weft.fp8.quantize(x, **given)
+    with pytest.raises(
+        weft.WeftError, match=r"x: expected \[B, H, L, D\] of bf16, fp16 or fp32, got torch.float32 \[4"
+    ):
+        weft.fp8.quantize(x[0, 0])
+
+
+@pytest.mark.parametrize("width", [16, 64, 80, 192])
+def test_a_rotation_leaves_scores_and_spreads_outliers(width: int) -> None:
+    query, key = torch.randn(2, 1, 2, 20, width, dtype=torch.float64)
+    key[..., 3] *= 30
+    rotated = weft.fp8.rotate(query, key)
+    torch.testing.assert_close(rotated[0] @ rotated[1].mT, query @ key.mT)
+    assert rotated[1].abs().amax() < key.abs().amax()
+    with pytest.raises(weft.WeftError, match="rotate: expected one width"):
+        weft.fp8.rotate(query, key[..., :8])
+
+
+# -- latent attention --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("per", ["head", "token"])
+def test_a_latent_cache_of_fp8(per: str, target: str) -> None:
+    """One descale serves both products: the values are columns of the key."""
+    mla = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=64, rope=16), scale=0.1, name="mla")
+    cache = weft.fp8.quantize(poisoned((2, 1, 90, 80), torch.float32, seed=1), per=per)
+    query = poisoned((2, 4, 40, 80), QUERIES[target])
+    given = {"k_descale": cache.descale}
+    out = mla(query, cache.data, target=target, **given)
+    exact = mla.reference(query.double(), cache.data, **given)
+    check_errors(out, exact, mla.reference(query, cache.data, **given), f"latent {target}")
+    uk, uv = ((torch.randn(4, 64, width) * 0.1).to(query.dtype) for width in (24, 32))
+    query = query[..., :40]
+    exact = mla.reference(query.double(), cache.data, uk=uk.double(), uv=uv.double(), **given)
+    for form in (None, "absorbed", "expanded"):
+        out = mla(query, cache.data, uk=uk, uv=uv, form=form, target=target, **given)
+        assert (out - exact).norm() <= 2.0**-6 * exact.norm()
+    with pytest.raises(weft.WeftError, match="v_descale: the value is columns of the key here"):
+        mla(query, cache.data, uk=uk, uv=uv, form="absorbed", v_descale=1.0)
+
+
+# -- accuracy ----------------------------------------------------------------------------------------------------------
+KERNELS = {"cpu": 1e-5, "interpret": 2.0**-10}  # errors of kernels: float32, and weights of fp16
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dim", mostly([128], [64, 128, 256]))
+def test_errors_of_kernels_are_small_beside_those_of_the_format(dim: int, target: str) -> None:
+    length = 1024 if target == "cpu" else 256
+    with weft.settings(target=target):
+        found = {}
+        for kind in fp8_accuracy.KINDS:
+            tensors = [t.to(QUERIES[target]) for t in fp8_accuracy.operands(length, dim, kind, torch.device("cpu"))]
+            found[kind] = {scale: fp8_accuracy.errors(tensors, scale) for scale in fp8_accuracy.SCALES}
+    for errors in found.values():
+        assert all(e.kernel < KERNELS[target] for e in errors.values()), errors
+    assert all(0.02 < e.format < 0.06 for e in found["normal"].values())  # 3 digits, of keys and of values
+    outliers = {scale: e.format for scale, e in found["outliers"].items()}
+    assert outliers["token"] < 0.8 * outliers["tensor"] and outliers["rotated"] < 0.8 * outliers["tensor"]
+
+
+@pytest.mark.parametrize("dim", mostly([64], [64, 128]))
+def test_a_needle_among_16k_keys_is_found(dim: int) -> None:
+    assert fp8_accuracy.needle(16384, dim, torch.device("cpu"), fp8=False) < 0.01
+    assert fp8_accuracy.needle(16384, dim, torch.device("cpu"), fp8=True) < 0.04
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+def step_of(cache, sequences, rows, new, target):
+    """out of a step that appends these rows to both layers, and the exact one over the same stored numbers."""
+    query = torch.randn(len(sequences), 4, max(new), 32, generator=torch.Generator().manual_seed(3)).half()
+    with cache.extend(sequences, new) as step:
+        for layer, (key, value) in enumerate(rows):
+            step.append(layer, key, value)
+        out = CAUSAL(query, step.keys(1), step.values(1), target=target, **step.options_of(1))
+        exact = CAUSAL.reference(query.double(), step.keys(1), step.values(1), **step.options_of(1))
+    return out, exact
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("scale", ["token", "head"])
+@pytest.mark.parametrize("kind", ["paged", "dense"])
+def test_a_cache_quantises_what_is_appended(kind: str, scale: str, target: str) -> None:
+    given = {"layers": 2, "kv_heads": 2, "head_dim": 32, "dtype": E4M3, "scale": scale}
+    cache = weft.kv.PagedCache(24, page=16, **given) if kind == "paged" else weft.kv.DenseCache(4, 64, **given)
+    sequences = [cache.allocate() for _ in range(3)]
+    generator = torch.Generator().manual_seed(1)
+    with weft.settings(target=target):
+        for new in ([20, 1, 7], [1, 1, 1]):
+            rows = [torch.randn(2, 3, 2, max(new), 32, generator=generator).half() for _ in range(2)]
+            for pair in rows:  # what lies behind a length is not read
+                for b, n in enumerate(new):
+                    pair[:, b, :, n:] = torch.nan
+            out, exact = step_of(cache, sequences, rows, new, target)
+            for b, n in enumerate(new):
+                assert (out[b, :, :n] - exact[b, :, :n]).abs().max() < 0.01
+            key = rows[1][0]
+            block, page = cache.blocks(sequences[0])[0], cache.page
+            if new[0] == 20:
+                stored = cache.keys(1)[block, :, :1].float()
+                descale = cache.scales.k_descales[1]
+                descale = descale[block, :, :1] if scale == "token" else descale[0]
+                assert (stored * descale - key[0, :, :1].float()).norm() < 0.06 * key[0, :, :1].float().norm()
+    if kind == "paged":
+        plain = weft.kv.PagedCache(24, page=16, **{**given, "dtype": torch.float16, "scale": None})
+        rows_of_scales = {"token": 2 * 2 * 2 * 4 * 24 * page, "head": 0}[scale]
+        assert cache.usage.bytes == plain.usage.bytes // 2 + rows_of_scales
+
+
+@pytest.mark.parametrize("kind", ["paged", "dense"])
+def test_copies_and_pages_on_the_host_keep_their_descales(kind: str) -> None:
+    given = {"layers": 2, "kv_heads": 2, "head_dim": 32, "dtype": E4M3}
+    cache = weft.kv.PagedCache(24, page=16, **given) if kind == "paged" else weft.kv.DenseCache(4, 64, **given)
+    sequence = cache.allocate()
+    rows = [torch.randn(2, 1, 2, 20, 32) * torch.logspace(-3, 3, 20)[:, None] for _ in range(2)]
+    cache.append([sequence], [r[0] for r in rows], [r[1] for r in rows])
+    query = torch.randn(1, 4, 20, 32)
+
+    def found(sequence):
+        step = cache.view([sequence])
+        return CAUSAL(query, step.keys(1), step.values(1), **step.options_of(1))
+
+    expected, copy = found(sequence), cache.fork(sequence)
+    more = torch.randn(1, 2, 1, 32)
+    cache.append([copy], [more, more], [more, more])
+    cache.swap_out(copy)
+    cache.swap_in(copy)
+    assert torch.equal(found(sequence), expected)
+    cache.truncate(copy, 20)
+    assert torch.equal(found(copy), expected)
+
+
+def test_prefixes_are_found_again_with_their_descales() -> None:
+    cache = weft.kv.PagedCache(24, page=16, kv_heads=2, head_dim=32, dtype=E4M3)
+    tokens = list(range(40))
+    first = cache.allocate(tokens)
+    rows = torch.randn(2, 1, 2, 40, 32) * 7
+    cache.append([first], rows[0], rows[1], tokens=[tokens])
+    second = cache.allocate(tokens)
+    assert cache.length(second) == 32
+    cache.append([second], rows[0][:, :, 32:], rows[1][:, :, 32:], tokens=[tokens[32:]])
+    query = torch.randn(1, 4, 8, 32)
+    outs = [CAUSAL(query, s.keys(), s.values(), **s.options) for s in (cache.view([n]) for n in (first, second))]
+    assert torch.equal(*outs)
+
+
+def test_descales_of_heads_are_given_or_made_of_the_first_rows_and_then_rows_saturate() -> None:
+    given = {"layers": 2, "kv_heads": 2, "head_dim": 16, "dtype": E4M3, "scale": "head", "page": 16}
+    cache = weft.kv.PagedCache(8, **given)
+    sequence, ones = cache.allocate(), torch.ones(1, 2, 4, 16)
+    with pytest.raises(weft.WeftError, match="layer 0: has no descales yet; append to it first, or give k_descale="):
+        cache.view([sequence]).options_of(0)
+    cache.append([sequence], [ones, 2 * ones], [ones, ones])
+    assert cache.scales.k_descales[1].flatten().tolist() == pytest.approx([4 / 448] * 2)
+    cache.append([sequence], [ones, 100 * ones], [ones, ones])
+    step = cache.view([sequence])
+    assert (step.keys(1).float() * step.options_of(1)["k_descale"]).max() == pytest.approx(4.0)
+    with pytest.raises(weft.WeftError, match=r"options: descales of FP8 differ by layer; pass \*\*step.options_of"):
+        step.options  # noqa: B018
+    known = weft.kv.PagedCache(8, **given, k_descale=torch.tensor([[0.5, 1.0], [2.0, 4.0]]), v_descale=0.25)
+    assert known.scales.of(1, None)["k_descale"].flatten().tolist() == [2.0, 4.0]
+    assert known.scales.of(0, None)["v_descale"].flatten().tolist() == [0.25, 0.25]
+    for wrong, message in (
+        ({"scale": "row"}, "scale: expected 'head' or 'token', got 'row'"),
+        ({"k_descale": 0.0}, "k_descale: expected positive numbers, got 0.0"),
+        ({"scale": "token", "k_descale": 1.0}, "k_descale: expected None; descales that are given are those of scale="),
+        ({"dtype": torch.float16}, "scale: expected None, as dtype is torch.float16"),
+    ):
+        with pytest.raises(weft.WeftError, match=message):
+            weft.kv.PagedCache(8, **{**given, **wrong})
+    with pytest.raises(weft.WeftError, match="key: expected real numbers, which the cache quantises, got torch.float8"):
+        cache.append([sequence], [ones.to(E4M3)] * 2, [ones] * 2)
+
+
+@pytest.mark.parametrize("scale", ["token", "head"])
+def test_a_module_reads_an_fp8_cache(scale: str) -> None:
+    module = weft.nn.Attention(64, heads=4, kv_heads=2, variant=CAUSAL)
+    x = torch.randn(2, 12, 64)
+    with torch.no_grad():
+        expected = module(x)
+        cache = weft.kv.PagedCache(8, kv_heads=2, head_dim=16, dtype=E4M3, scale=scale)
+        sequences = [cache.allocate(), cache.allocate()]
+        with cache.extend(sequences, [11, 11]) as step:
+            module(x[:, :11], cache=step)
+        with cache.extend(sequences, [1, 1]) as step:
+            last = module(x[:, 11:], cache=step)
+    assert (last - expected[:, 11:]).norm() < 0.08 * expected[:, 11:].norm()

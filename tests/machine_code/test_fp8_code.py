@@ -1,0 +1,122 @@
+"""FP8 operands, compiled: how many instructions make numbers of a product of stored ones, and that nothing spills."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import weft
+from weft.codegen.ahead import Compilation
+from weft.codegen.launch.launching import parameters_of
+from weft.codegen.loader import without_holes
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.planning.machines.hardware import by_name
+from weft.runtime.call import Call, Choices, Dense, Lengths, Packed, Paged
+from weft.runtime.descales import OF, read_by_kernels
+from weft.runtime.driver import compile_kernels
+from weft.runtime.options import PLAIN
+from weft.runtime.run.key import signature_of_call
+from weft.runtime.run.variant import variant_of
+
+from . import ahead
+
+pytestmark = pytest.mark.compiles
+
+CAUSAL = weft.Attention(mask=weft.masks.causal, name="causal")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def compiled(
+    dtypes=(torch.bfloat16, E4M3, E4M3),
+    per="head",
+    schedule=None,
+    sequences="dense",
+    q_len=256,
+    width=128,
+    device="h100",
+) -> dict[str, ahead.Kernel]:
+    """The kernels of a forward of target triton, with descales of the FP8 operands."""
+    variant, machine = CAUSAL, by_name(device)
+    rows = (q_len, 64 if sequences == "paged" else 512, 64 if sequences == "paged" else 512)
+    main = {n: torch.empty(4 if r == 64 else 1, 8 if n == "query" else 2, r, width).to(d)
+            for n, r, d in zip(OF, rows, dtypes)}  # fmt: skip
+    main["query"] = main["query"][:1]
+    blocks = {"head": lambda rows: 1, "token": lambda rows: rows}[per]
+    given = {OF[n]: torch.ones(1 if blocks(t.shape[2]) == 1 else t.shape[0], t.shape[1], blocks(t.shape[2]), 1)
+             for n, t in main.items() if t.dtype in (E4M3, E5M2)}  # fmt: skip
+    read = read_by_kernels("causal", main, PLAIN.having(**given), sequences == "paged")
+    lens = torch.zeros(2, dtype=torch.int32)
+    kinds = {
+        "dense": Dense(0), "lengths": Lengths(None, lens[1:], None), "packed": Packed(lens, lens, None),
+        "paged": Paged(None, lens[1:], torch.zeros(1, 4, dtype=torch.int32), 64, None),
+    }  # fmt: skip
+    call = Call(main["query"], main["key"], main["value"], None, {}, kinds[sequences], Choices(), width, read)
+    signature = replace(signature_of_call(facts_of(variant), "forward", call), arch=machine.arch)
+    out, lse = (p.beside(call.query) for p in variant_of(variant).forward_places(*[*main.values()], call.choices))
+    with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
+        made = compile_kernels(variant, signature, machine, "triton", schedule)
+        code, results = made.resolved.code, {"out": out, "lse": lse}
+        found = ahead.compilations(made.resolved.target, made.modules, code, facts_of(variant), call, results)
+        return {seen.name: ahead.compile_ahead(seen, machine) for seen in found}
+
+
+@pytest.mark.parametrize("per", ["head", "token"])
+@pytest.mark.parametrize("sequences", ["dense", "paged"])
+def test_a_pair_of_an_fp8_cache_is_converted_by_one_instruction(sequences: str, per: str) -> None:
+    """Converted to bf16, which takes five, a decode would wait for conversions and not for its cache."""
+    split = compiled(schedule="split_kv", q_len=1, sequences=sequences, per=per)["split_forward"]
+    assert split.count(r"cvt\.rn\.f16x2\.e4m3x2") >= 64
+    assert split.count(r"cvt\.rn\.bf16") <= split.count(r"cvt\.rn\.f16x2\.e4m3x2") // 8  # of the output alone
+    assert split.spilled <= 64  # outside of the loops
+
+
+def test_prompts_over_fp8_operands_use_warp_group_products() -> None:
+    for dtypes in ((torch.bfloat16, E4M3, E4M3), (E4M3, E4M3, E4M3)):
+        flash = compiled(dtypes)["flash_forward"]
+        assert flash.instructions("HGMMA") > 0 and not flash.spilled and not flash.serialised
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("a100", E5M2), ("mi300x", E4M3), ("b200", E4M3)])
+def test_other_cards(device: str, dtype: torch.dtype) -> None:
+    assert compiled((torch.bfloat16, dtype, dtype), device=device).keys() == {"flash_forward"}
+
+
+def test_early_cards_have_no_e4m3_and_say_so() -> None:
+    with pytest.raises(weft.UnavailableError, match="has e4m3 from compute capability 8.9 on, this is sm_80; quantise"):
+        compiled(device="a100")
+
+
+# -- kernels that quantise ---------------------------------------------------------------------------------------------
+def quantizer(name: str, tensors: dict[str, torch.dtype], constants: dict[str, object]) -> ahead.Kernel:
+    """A kernel of templates/triton/quantize.py.jinja for an H100."""
+    kernel = getattr(without_holes("quantize", False), name)
+    sizes = {n: 1 << 40 if "_s" in n else 1 for n in parameters_of(kernel)[0] if n not in tensors}
+    return ahead.compile_ahead(Compilation(kernel, tensors | sizes | constants, {"num_warps": 4}), by_name("h100"))
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize(("rows", "share"), [(32, 1), (64, 64)])
+def test_a_tensor_is_read_once_by_wide_loads(rows: int, share: int, columns: bool) -> None:
+    tensors = {"x": torch.bfloat16, "data": E4M3, "descale": torch.float32, "largest": torch.float32}
+    constants = {"ROWS": rows, "SHARE": share, "WIDTH": 128, "BLOCK": 128, "MOST": 448.0, "PASS": 0,
+                 "OF_TENSOR": False, "COLUMNS": columns, "ALIGNED": True}  # fmt: skip
+    made = quantizer("quantize_rows", tensors, constants)
+    assert made.count(r"ld\.global\.v4") == made.count(r"ld\.global") > 0 and not made.spilled
+    assert made.count(r"st\.global\.v[24]") > 0  # of the numbers; descales are one a row, or a block
+    assert made.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") > 0
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_appended_rows_are_quantised_in_the_launch_that_appends(by_token: bool) -> None:
+    tensors = {"slots": torch.int32, "key": torch.bfloat16, "value": torch.bfloat16, "keys": E4M3, "values": E4M3,
+               "k_descale": torch.float32, "v_descale": torch.float32}  # fmt: skip
+    constants = {"ROWS": 8, "KEY_WIDTH": 128, "KEY_BLOCK": 128, "VALUE_WIDTH": 128, "VALUE_BLOCK": 128, "MOST": 448.0,
+                 "BY_TOKEN": by_token, "ALIGNED": True, "STARTS_EARLY": True}  # fmt: skip
+    made = quantizer("append_quantized", tensors, constants)
+    assert made.count(r"griddepcontrol\.wait") == made.count(r"griddepcontrol\.launch_dependents") == 1
+    assert made.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") > 0 and not made.spilled
+    assert made.count(r"ld\.global\.v[24]") >= 2 and made.count(r"st\.global\.(v2|b32|v4)") >= 2
