@@ -49,7 +49,7 @@ def launch(declared, call, results, wanted=(), deterministic=False, seed=0, offs
         direction, "sm_90", Dtypes.all(DTYPES[call.query.dtype]),
         Widths(call.query.shape[3], call.value.shape[3], rope_dim), sequences=call.sequences.kind,
         offset=offset, wanted=frozenset(wanted),
-        deterministic=deterministic, boxed=boxed_of(facts_of(declared), call.operands), serves=share,
+        deterministic=deterministic, boxed=boxed_of(facts_of(declared), call.operands), serves=serves,
     )  # fmt: skip
     made = compile_kernels(declared, signature, by_name("h200"), "hopper", schedule)
     assert made.resolved.target.name == "hopper"
