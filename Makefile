@@ -1,7 +1,7 @@
 # One word a check. Every word sets up what it needs first; CI calls the same words.
 #
 #   make demo      train a small GPT with a generated attention op      (two minutes on two cores, uses a GPU if there is one)
-#   make test      tests that need no GPU: thirteen minutes on two cores
+#   make test      tests that need no GPU, a part of their cases
 #   make test-all  these, and more variants and widths of the same       (half an hour)
 #   make near FILE=ir/expr.py      tests that cover a file, in under a minute
 #   make lint      ruff and mypy                                        make format   rewrite in the project's format

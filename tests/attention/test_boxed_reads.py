@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import tempfile
 from typing import Any
 
 import pytest
@@ -92,8 +91,7 @@ class Run:
             wanted=wanted,
         )  # fmt: skip
         schedule = self.form and f"flash/{kernel}=hopper:{self.form}"
-        with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
-            made = compile_kernels(declared, signature, by_name("h200"), "hopper", schedule)
+        made = compile_kernels(declared, signature, by_name("h200"), "hopper", schedule)
         assert made.resolved.target.name == "hopper"
         launcher = Boxed.of(made, declared, self.seed, self.edit)
         assert boxed and launcher.code.brings_boxes and "pairs_desc" in launcher.device.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 
 import pytest
@@ -37,7 +36,7 @@ MAIN = ("query", "key", "value", "rope")
 
 
 def launch(declared, call, results, wanted=(), deterministic=False, seed=0, offset="bottom_right", schedule=None,
-           share="all"):  # fmt: skip
+           serves="all"):  # fmt: skip
     """One direction of a call, on what holds NaN wherever nobody has written; what it sums for operands.
 
     offset: of sequences with lengths.
@@ -50,10 +49,9 @@ def launch(declared, call, results, wanted=(), deterministic=False, seed=0, offs
         direction, "sm_90", Dtypes.all(DTYPES[call.query.dtype]),
         Widths(call.query.shape[3], call.value.shape[3], rope_dim), sequences=call.sequences.kind,
         offset=offset, wanted=frozenset(wanted),
-        deterministic=deterministic, boxed=boxed_of(facts_of(declared), call.operands), serves=share,
+        deterministic=deterministic, boxed=boxed_of(facts_of(declared), call.operands), serves=serves,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
-        made = compile_kernels(declared, signature, by_name("h200"), "hopper", schedule)
+    made = compile_kernels(declared, signature, by_name("h200"), "hopper", schedule)
     assert made.resolved.target.name == "hopper"
     launcher = OnACpu.of(made, declared, seed)
     partition = launcher.partition(call, results)
@@ -256,14 +254,14 @@ def test_packed_queries_over_pages(name, page, dim):
     call = Call(query, *pools, None, operands, sequences, Choices(), dim)
     launch(declared, call, results)
     shared = {name: torch.full_like(tensor, 7.0) for name, tensor in results.items()}
-    launch(declared, call, shared, share="long")  # the first sequence, and rows of none: nothing else is touched
+    launch(declared, call, shared, serves="long")  # the first sequence, and rows of none: nothing else is touched
     for label, tensor in shared.items():
         assert torch.equal(tensor[:, :, :150], results[label][:, :, :150]), label
         assert bool((tensor[:, :, 150:156] == 7.0).all()), label
         assert torch.equal(tensor[:, :, 156:], results[label][:, :, 156:]), label
     short = torch.tensor([0, 50, 60, 61, 100, 159], dtype=torch.int32)
     none = {name: torch.full_like(tensor, 7.0) for name, tensor in results.items()}
-    launch(declared, replace(call, sequences=PackedPaged(short, kv_lens, table.int(), page, None)), none, share="long")
+    launch(declared, replace(call, sequences=PackedPaged(short, kv_lens, table.int(), page, None)), none, serves="long")
     assert all(bool((tensor == 7.0).all()) for tensor in none.values())
     given = {"cu_seqlens_q": starts, "kv_lens": kv_lens, "block_table": table.int(), "return_lse": True}
     exact, usual = (
