@@ -12,6 +12,7 @@ import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
 from weft.compiler.analysis.tiles.facts import facts_of
 from weft.runtime.call import Call, Choices, Dense
+from weft.runtime.run.gradients import operand_gradients
 
 from ..support import check_errors, mostly, poisoned
 from . import test_lengths_on_hopper as ragged
@@ -92,7 +93,7 @@ def check(
     sums = launch(declared, call, results, wanted, deterministic, seed)
     bound = declared._variant
     read = bound.facts.operand_gradients(frozenset(wanted))
-    found |= {f"d{n}": g for n, g in bound._operand_gradients(call, frozenset(wanted), read, sums).items()}
+    found |= {f"d{n}": g for n, g in operand_gradients(call, frozenset(wanted), read, sums).items()}
     assert found.keys() == {f"d{n}" for n in wanted}
     for name, gradient in found.items():
         check_errors(gradient, exact[name], usual[name], f"{declared.name} {name}")

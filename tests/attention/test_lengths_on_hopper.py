@@ -13,6 +13,7 @@ from weft.codegen.targets.triton.modules import measures
 from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.planning.sources import PACKED
 from weft.runtime.call import Call, Choices, Lengths, Packed, Paged
+from weft.runtime.run.gradients import operand_gradients
 
 from ..support import check_errors, mostly, poisoned
 from .gluon import portable_module
@@ -108,7 +109,7 @@ def check(
     sums = launch(launched, call, results, wanted, deterministic, seed, kind_of_offset)
     if sums:
         read = variant._variant.facts.operand_gradients(frozenset(wanted))
-        own = variant._variant._operand_gradients(call, frozenset(wanted), read, sums)
+        own = operand_gradients(call, frozenset(wanted), read, sums)
         found |= {f"d{n}": g for n, g in own.items()}
     assert found.keys() == {f"d{n}" for n in wanted}
     for name, gradient in found.items():
