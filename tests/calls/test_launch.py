@@ -152,7 +152,7 @@ def allocated(text: str, query: torch.Tensor, buffers: list[Buffer]) -> dict[str
     packer = Packer({"query": "call", "lse": "call"}, {"query", "lse", *ROOMS})
     tools = {**ALLOCATING, "empty": empty, "current_stream": lambda device: 0, "device": 0}
     made = in_rooms(buffers) if buffers and buffers[0].name != "own" else apart(buffers[0])
-    texts = Texts("call", ["q_len > 0"], made, f"({', '.join(names)},)")
+    texts = Texts("call", [], ["q_len > 0"], made, f"({', '.join(names)},)")
     way = direct(packer, [], [], texts, tools, lambda name, meta: ("", {}))
     return dict(zip(names, way.function()(query)))
 

@@ -148,7 +148,7 @@ BROKEN: dict[str, tuple[str, Callable[[Drawn], Any]]] = {
     "sparse": ("key", lambda d: d.call(key=d.key.to_sparse())),
     "rank": ("query", lambda d: d.call(query=d.query[0])),
     "float8": ("query", lambda d: d.call(
-        **{n: getattr(d, n).to(torch.float8_e5m2) for n in ("query", "key", "value")})),
+        **{n: getattr(d, n).to(torch.float8_e5m2fnuz) for n in ("query", "key", "value")})),
     "dtype": ("value", lambda d: d.call(value=d.value.half())),
     "device": ("key", lambda d: d.call(key=d.key.to("meta"))),
     "columns apart": ("key", lambda d: d.call(key=d.key.repeat(1, 1, 1, 2)[..., ::2])),

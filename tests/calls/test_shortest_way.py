@@ -76,6 +76,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> tuple[Launched, Launched]:
     def here(self: Any, *arguments: Any) -> None:
         made(self, *arguments)
         self.number, self.goes_directly = -1, True  # -1: what CPU tensors say of theirs
+        self.current = lambda: -1
         self.empty = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
 
     def recorded(self: Any, asked: Any) -> list[Any]:
@@ -84,7 +85,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> tuple[Launched, Launched]:
 
     monkeypatch.setattr(Device, "__init__", here)
     monkeypatch.setattr(Device, "compiled", recorded)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(launching, "stream_function", lambda: lambda device: 0)
     return longer, shortest
 

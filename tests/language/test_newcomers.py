@@ -348,7 +348,7 @@ def nested(x: torch.Tensor) -> torch.Tensor:
         (lambda q, k, v: (q, nested(k), v), r"key: expected a dense tensor, got a nested one; pad it"),
         (lambda q, k, v: (q, k, nested(v)), r"value: expected a dense tensor, got a nested one; pad it"),
         (lambda q, k, v: (q + 0j, k + 0j, v + 0j), r"query: expected bfloat16, .* got torch.complex64; cast it"),
-        (lambda q, k, v: (q.to(torch.float8_e4m3fn), k, v), r"query: expected bfloat16, .* got torch.float8_e4m3fn"),
+        (lambda q, k, v: (q.to(torch.float8_e4m3fnuz), k, v), r"query: expected bfloat16, .* got .*_e4m3fnuz"),
         (lambda q, k, v: (q.to("meta"), k, v), "key: expected device meta as in query, got cpu"),
         (lambda q, k, v: (q, k.half(), v), r"cast one of them, key.to\(query.dtype\)"),
         (lambda q, k, v: (q[:, :1], k, v), r"a multiple of the key's 2 heads, got 1 .*; dimensions are \[batch, heads"),

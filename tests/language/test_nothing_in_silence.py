@@ -321,7 +321,7 @@ def test_only_text_is_read(read: Callable[[object], object]) -> None:
     ],
 )
 def test_errors_of_python_become_ours(monkeypatch: pytest.MonkeyPatch, error: Exception, match: str) -> None:
-    def run(variant: object, call: object) -> None:
+    def run(variant: object, call: object, wants_lse: bool) -> None:
         raise error
 
     monkeypatch.setattr(dispatch, "run", run)
@@ -330,7 +330,7 @@ def test_errors_of_python_become_ours(monkeypatch: pytest.MonkeyPatch, error: Ex
 
 
 def test_errors_of_torch_that_are_not_the_users_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(variant: object, call: object) -> None:
+    def run(variant: object, call: object, wants_lse: bool) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(dispatch, "run", run)
