@@ -31,8 +31,9 @@ class PagedCache(Cache):
     blocks: how many there are. page: tokens of a block, a power of two from 1 to 256. layers: pools. value_dim: Dv, D
     where not given. latent: in place of kv_heads and head_dim, vectors [1, rank + rope] without values, for variants
     with `latent=`. dtype: bf16, fp16, fp32 or fp64; or torch.float8_e4m3fn or e5m2, whose rows the cache quantises as
-    it appends them. scale: "token" for one descale a row and head; "head" for one a head, which is given as k_descale
-    and v_descale, a number or [layers, Hkv], or is twice what the first rows of a layer want: larger ones saturate.
+    it appends them. scale: "token" for one descale a row and head, or "head" for one a head. A head's is given as
+    k_descale and v_descale, a number or [layers, Hkv], or is twice what the first rows of a layer want. Larger numbers
+    saturate.
     """
 
     def __init__(

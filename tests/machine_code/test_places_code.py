@@ -21,10 +21,10 @@ from weft.codegen.loader import load
 
 from ..support import poisoned
 
+pytestmark = pytest.mark.compiles
+
 KERNEL = """import triton
 import triton.language as tl
-
-pytestmark = pytest.mark.compiles
 
 
 @triton.jit

@@ -66,7 +66,7 @@ STEPS = (
     Step(SPANS, "tiles = tile + tl.arange(0, {{ TOGETHER }})", (start + TOGETHER, start + STRETCH * block)),
     Step(SURVEY, "{{ own }}_first + {{ 'NEIGHBOURS * ' if neighbours }}BLOCK_{{ OWN }}", (start + NEIGHBOURS * block,)),
     Step(LISTS, "((tiles + 1) * BLOCK_{{ AXIS }} <= {{ axis }}_len)", (start + TOGETHER + block,)),
-    Step(SEEN, "last_row = gl.minimum(row + rows, {{ owner }}_len) - 1", (start + block,)),
+    Step(SEEN, "last_row = gl.minimum(row + rows, here.{{ owner }}_len) - 1", (start + block,)),
     Step(SEEN, "return kv_tiles(q_offset + row, q_offset + last_row,", (offset + start, offset + length - 1)),
 )
 
