@@ -44,7 +44,8 @@ def compiled(
     """The kernels of a forward of target triton, with descales of the FP8 operands."""
     machine = by_name(device)
     rows = (q_len, 64 if sequences == "paged" else 512, 64 if sequences == "paged" else 512)
-    main = {n: torch.empty(4 if r == 64 else 1, 8 if n == "query" else 2, r, value_width if n == "value" else width).to(d)
+    columns = {"value": value_width}
+    main = {n: torch.empty(4 if r == 64 else 1, 8 if n == "query" else 2, r, columns.get(n, width)).to(d)
             for n, r, d in zip(OF, rows, dtypes)}  # fmt: skip
     main["query"] = main["query"][:1]
     blocks = {"head": lambda rows: 1, "token": lambda rows: rows}[per]
