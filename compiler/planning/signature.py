@@ -104,12 +104,15 @@ class Dtypes:
     def of(query: str, key: str, value: str | None, out: str | None = None, *, bounded: bool = True) -> Dtypes:
         """Those of a call. value: None where the values are columns of the key. out: None for the usual one.
 
-        bounded: no weight is larger than 1, so that weights fit fp16.
+        bounded: weights are those of a softmax, the largest of a row near 1, so that they fit fp16. Others may all be
+        large, or smaller than fp16 has numbers for.
         """
         own = key if value is None else value
         if not EIGHTHS & {query, key, own}:
             return Dtypes(query, key, own, out or query, query, query)
         products = product_dtype(query, key)
+        if value is None and not bounded and {query, key} <= EIGHTHS:
+            products = BF16.name  # in which weights are then too
         if query == BF16.name and key in EIGHTHS and (bounded or value is not None):
             products = FP16.name  # of rows that a power of two brings into its range
         weights = own

@@ -133,7 +133,7 @@ def dtypes_of(
 ) -> Dtypes:  # fmt: skip
     """Those of a call, of its products and of its output."""
     given = (DTYPES[query.dtype], DTYPES[key.dtype], None if value is None else DTYPES[value.dtype])
-    return Dtypes.of(*given, out, bounded=attention.weighs.weight is None or attention.weighs.name == "sigmoid")
+    return Dtypes.of(*given, out, bounded=attention.weighs.weight is None)
 
 
 def signature_of_call(

@@ -106,7 +106,7 @@ def test_the_reference_is_of_real_numbers() -> None:
 def test_every_variant_over_an_fp8_cache(name: str, target: str) -> None:
     variant, own = VARIANTS[name]
     tensors, options = operands(target, per=("head", "head", "token"))
-    if (name, target) == ("relu", "interpret"):  # weights of any size want bf16
+    if name in ("relu", "sigmoid") and target == "interpret":  # weights of any size want bf16
         with pytest.raises(weft.UnavailableError, match="interpreter computes fp32 and fp16 correctly, not bf16"):
             variant(*tensors, target=target, **options)
         tensors[0] = tensors[0].float()

@@ -65,6 +65,12 @@ class Tiling(Form):
         return f"triton {kernel.name}" + " wide" * (columns > WIDE_COLUMNS)
 
 
+# Of operands that go through registers on their way to SRAM: those that are not aligned, and FP8 ones. Triton 3.6 gives
+# wrong results for large tiles on sm_90 (two asynchronous products in a row whose right operands come from registers);
+# tiles of 32 rows use plain mma.
+UNALIGNED = Tiling(32, 32, 4, 2)
+
+
 def check_tiling(kernel: str, tiling: Tiling) -> None:
     """Raise WeftError for numbers that no Triton kernel can have."""
     for name, rows in (("block_q", tiling.block_q), ("block_kv", tiling.block_kv)):

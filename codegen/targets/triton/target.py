@@ -32,7 +32,8 @@ from ...functions import TRITON_LANGUAGE
 from ...loader import load
 from ...normalizers import lacks, softmax_only
 from .context import records_of
-from .forms import Tiling, check_tiling
+from .features import QUANTIZED
+from .forms import UNALIGNED, Tiling, check_tiling
 from .kernels.backward import FLASH_DKEY_DVALUE, FLASH_DQUERY, ROW_STATISTICS
 from .kernels.forward import FLASH_FORWARD
 from .kernels.measures import with_measuring
@@ -207,6 +208,14 @@ class TritonTarget:
         return segments_of(attention, widths)
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
+        found = self._forms(kernel, signature, hardware, facts)
+        if not converts_beside_wgmma(kernel, signature):
+            return found
+        rows = UNALIGNED.block_q
+        few = (t if t.block_q <= rows else Tiling(rows, t.block_kv, UNALIGNED.num_warps, t.num_stages) for t in found)
+        return [*dict.fromkeys(few)]
+
+    def _forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Tiling]:
         widths = signature.widths
         sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
         parts = segments_of(facts.attention, widths)
@@ -244,6 +253,11 @@ class TritonTarget:
                 raise WeftError(f"schedule: {kernel.name} has one form, {FIXED[kernel.name]}, got {form}")
             return
         check_tiling(kernel.name, form)
+        if converts_beside_wgmma(kernel, signature) and form.block_q > UNALIGNED.block_q:
+            raise WeftError(
+                f"schedule: {kernel.name} {form}: expected at most {UNALIGNED.block_q} queries a tile for FP8 operands "
+                f"on {signature.arch}: larger ones take wgmma, which Triton 3.6 computes wrongly from converted tiles"
+            )
         if kernel is FLASH_DDIAGONALS and form.block_q != form.block_kv:
             raise WeftError(
                 f"schedule: {kernel.name} {form}: expected as many queries as keys, of which it has diagonals"
@@ -309,6 +323,11 @@ def is_of_flash(kernel: Kernel) -> bool:
     """Whether it belongs to schedule flash, or comes before its kernels; or computes as these do."""
     own = (*KERNELS["flash"], *PAIR_SUMS, *KERNELS["split_kv"])
     return kernel in own or bool(kernel.module) or kernel.name in WORK
+
+
+def converts_beside_wgmma(kernel: Kernel, signature: Signature) -> bool:
+    """Whether tiles are converted in registers on cards whose larger products are wgmma (see UNALIGNED)."""
+    return signature.arch == "sm_90" and bool(signature.dtypes.quantized) and QUANTIZED in kernel.features
 
 
 def traits_of(kernel: Kernel, signature: Signature, facts: Facts) -> Traits:

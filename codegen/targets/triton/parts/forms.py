@@ -5,14 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ....launch.job import Job
-from ..forms import Tiling
+from ..forms import UNALIGNED, Tiling
 from ..kernels.measures import MEASURES, PAIR_CELLS
 from ..kernels.tables import DISTANCE_TABLES
 from ..tilings import FIXED
-
-# Operands that go through registers on their way to SRAM: Triton 3.6 gives wrong results for large tiles on sm_90 (two
-# asynchronous products in a row whose right operands come from registers); tiles of 32 rows use plain mma.
-UNALIGNED = Tiling(32, 32, 4, 2)
 
 
 def unaligned(kernel: str, form: Any) -> Any:
