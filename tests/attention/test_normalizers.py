@@ -417,6 +417,7 @@ def test_kernels_hold_no_statistics_and_say_what_they_do() -> None:
     assert "row_statistics" not in toy().explain(sizes, device="h100")
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("normalizer", ["relu", "sigmoid"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_kernels_compile_for_a_gpu(normalizer, direction) -> None:

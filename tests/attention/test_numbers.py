@@ -278,7 +278,9 @@ def test_a_call_may_bring_what_was_declared_and_is_not_read(declared: dict[str, 
     sizes = weft.shape(heads=2, q_len=40, head_dim=16)
     assert "flash" in variant.explain(sizes, device="cpu", **given)
     assert variant.show_mask(64, 64, **given)
-    assert torch.equal(variant(*tensors(), **given), variant(*tensors(), **{n: given[n] for n in variant._names}))
+    assert torch.equal(
+        variant(*tensors(), **given), variant(*tensors(), **{n: given[n] for n in variant._internals.names})
+    )
     check_errors(variant(*tensors(), **given), variant.reference(*(t.double() for t in tensors()), **given),
                  variant.reference(*tensors(), **given), "unread")  # fmt: skip
     with pytest.raises(weft.WeftError, match="y: unknown operand"):

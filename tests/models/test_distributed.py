@@ -115,7 +115,10 @@ def refusals() -> None:
         whole["query"].detach(),
         *(distribute_tensor(whole[n].detach(), mesh, [Shard(0)]) for n in ("key", "value")),
     )
-    with pytest.raises(weft.WeftError, match=r"(?s)key: expected a plain tensor as query is, got a DTensor; dist.*value: expected a plain"):
+    with pytest.raises(
+        weft.WeftError,
+        match=r"(?s)key: expected a plain tensor as query is, got a DTensor; dist.*value: expected a plain",
+    ):
         causal(query, key, value)
     wide = [distribute_tensor(torch.ones(4, h, 6, 16), mesh, [Shard(1) if h == 8 else Shard(0)]) for h in (8, 2, 2)]
     with pytest.raises(weft.WeftError, match="key: expected one head, or a number that 4 shards divide, got 2"):

@@ -158,7 +158,14 @@ def test_every_link_inside_the_documents_leads_somewhere() -> None:
 
 
 def test_python_stands_in_these_pages_alone() -> None:
-    pages = ["README.md", "docs/fp8.md", "docs/gallery.md", "docs/language.md", "docs/limits.md", "docs/transformers.md"]
+    pages = [
+        "README.md",
+        "docs/fp8.md",
+        "docs/gallery.md",
+        "docs/language.md",
+        "docs/limits.md",
+        "docs/transformers.md",
+    ]
     assert [path for path in PAGES if blocks(path, "python")] == pages
 
 
