@@ -132,9 +132,6 @@ def test_explain_and_source_say_it() -> None:
     assert "flash_ddiagonals" in text and "computed by the triton target" not in text
     for target in ("triton", "hopper"):
         source = t5.source(shape, device="h100", target=target)
-        assert (
-            "by_distance0 = read_by_distance(distances0 + (" in source
-            and "log2(" not in source.split("by_distance0")[1]
-        )
+        assert "by_distance0 = read_by_distance(" in source and "log2(" not in source.split("by_distance0")[1]
     rows = t5.source(shape, device="h100", q_offset=torch.zeros(1, dtype=torch.int32))
     assert "read_by_distance" not in rows, "positions that the host does not know: each pair computes its own"

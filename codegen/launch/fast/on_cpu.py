@@ -63,7 +63,6 @@ class CpuWays:
         if hasattr(module, "BY_TORCH"):
             self.own = None if self.sink else OwnKernel(module, self.facts, self.in_tiles)
             found = found._replace(like=self._like, growing=partial(self._like, grows=True))
-            found = found if self.own is None else found._replace(recorded=self._recorded(self.own))
         return found
 
     # -- a forward whose operands fit ----------------------------------------------------------------------------------
@@ -155,8 +154,8 @@ class CpuWays:
         query, key, value, *_ = given
         own = None if grows or self.own is None else self.own.of(query, key, value, call.operands, q_offset, sizes)
         kept = keeping if hasattr(self.module, "attended_at_once") else None
-        by_own, record = (None, None) if own is None else own
-        return Again(fits, by_own or launch, kept, record, checked=not grows)
+        by_own = None if own is None else own.launch
+        return Again(fits, by_own or launch, kept, None, checked=not grows)
 
     def _fits(self, call: Any, guard: Guard, grows: bool) -> Callable[[Any], bool] | None:
         """Whether a call is like this one; None where none would be."""
