@@ -328,6 +328,7 @@ def launched_by(call: Callable[[], object], variant: weft.Attention, monkeypatch
 
         return launch
 
+    call()  # prepares what is launched: a first call may take a fast way at once
     prepared = variant_of(variant)
     with monkeypatch.context() as patched:
         run = CpuLauncher.__call__
@@ -336,7 +337,8 @@ def launched_by(call: Callable[[], object], variant: weft.Attention, monkeypatch
         )
         for ready in (*prepared._forwards.values(), *prepared._backwards.values()):
             ways = ready.launcher.fast
-            patched.setattr(ready.launcher, "fast", ways._replace(direct=told(ways.direct, ready.launcher)))
+            hooked = {n: told(getattr(ways, n), ready.launcher) for n in ("direct", "keeping")}
+            patched.setattr(ready.launcher, "fast", ways._replace(**hooked))
         call()
     return launched
 
