@@ -86,6 +86,8 @@ def test_backwards_that_torch_computes_as_they_are(own, variant, q_len, kv_len, 
 def test_gradients_are_not_copied(own) -> None:
     """They are those of torch's kernel, [B, L, H, D] in memory; compiled code gets them as its trace has them."""
     tensors, dout = drawn(70, 70), torch.randn(2, 4, 70, 16)
+    gradients(CAUSAL, tensors, dout)  # prepared
+    own.clear()
     for gradient in gradients(CAUSAL, tensors, dout):
         assert gradient.transpose(1, 2).is_contiguous()
     compiled = torch.compile(lambda *x: CAUSAL(*x, target="cpu", schedule=OWN), backend="aot_eager", fullgraph=True)
@@ -377,6 +379,7 @@ def test_torchs_backward_is_tried_before_it_is_used(monkeypatch, op) -> None:
 
 
 def test_a_short_call_is_torchs_whatever_makes_tiles_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(products, "SHORT_HEAD_BACKWARD", long := 1 << 23)
     short = long - 1
     assert products.whole_backward(products.VERY_SHORT, long, in_tiles=True) is products.own_backward()
@@ -395,6 +398,7 @@ def test_a_plan_says_what_torch_computes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(kernel.computed_whole and kernel.bound == "torch" for kernel in plan.kernels)
     assert "its backward" not in CAUSAL.explain(sizes, device="cpu", schedule=TILES)
     monkeypatch.setattr(products, "SHORT_HEAD_BACKWARD", 1 << 23)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     short = " ".join(CAUSAL.explain(sizes, device="cpu", schedule=TILES).split())
     if products.own_backward() is not None:
         assert "short heads" in short and "8,388,608 of a backward, are computed by torch's own kernel" in short
