@@ -13,7 +13,7 @@ from .ir.attention import Attention as Declaration
 from .ir.errors import collected
 from .ir.expr import Scalar, TensorOperand
 from .runtime import descales
-from .runtime.check.tensors import rank_problems
+from .runtime.check.tensors import rank_problems, trainable_problems
 from .runtime.options import READ_BY_KERNELS, CallOptions
 from .runtime.run.variant import Variant, variant_of
 
@@ -110,9 +110,9 @@ def dequantized(
     named: dict[str, Tensor | None] = {"query": main.query, "key": main.key, "value": main.value}
     read = descales.read_by_kernels(name, named, options, options.block_table is not None)
     given = {n: t for n, t in named.items() if t is not None}
-    if descales.are_quantized([*given.values()]):
-        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
-        descales.refuse_gradients(name, wanted)
+    wanted = [n for n, t in given.items() if t.requires_grad and torch.is_grad_enabled()]
+    if descales.are_quantized([*given.values()]) and (problems := trainable_problems([*named.values()], wanted, False)):
+        raise collected(name, problems)
     real = dtype or descales.real_dtype([*given.values()], options.out_dtype)
     found = {n: descales.dequantized(t, read.get(descales.OF[n]), real) for n, t in given.items()}
     out = descales.out_dtype_of(main.query, main.key, main.value, descales.out_name(options))

@@ -140,20 +140,6 @@ def rows_read(read: Mapping[str, Tensor]) -> frozenset[str]:
     return frozenset(n for n, t in read.items() if n in NAMES[1:] and t.shape[2] > 1)
 
 
-def misfits(query: Tensor, key: Tensor, value: Tensor | None, read: Mapping[str, Tensor]) -> list[str]:
-    """Descales that are not in canonical form of these operands: a graph reaches the op with what it holds."""
-    main = {"q_descale": query, "k_descale": key, "v_descale": value}
-    found = []
-    for n, tensor in main.items():
-        descale = read.get(n)
-        if descale is None:
-            continue
-        fits = tensor is not None and descale.dim() == tensor.dim() == 4 and descale.dtype == torch.float32
-        if not fits or descale.shape[:2] != tensor.shape[:2] or descale.shape[3] != 1:  # type: ignore[union-attr]
-            found.append(f"{n}: expected a descale of its operand, got {descale.dtype} {list(descale.shape)}")
-    return found
-
-
 # -- real numbers ------------------------------------------------------------------------------------------------------
 def dequantized(tensor: Tensor, descale: float | Tensor | None, dtype: torch.dtype) -> Tensor:
     """Stored numbers [B, H, rows, columns] times their descale, in any of the forms that a call takes."""
@@ -170,15 +156,3 @@ def real_dtype(tensors: Sequence[Tensor], out_dtype: torch.dtype | None) -> torc
 def are_quantized(tensors: Sequence[Tensor | None]) -> bool:
     """Whether one is FP8."""
     return not FP8.isdisjoint([t.dtype for t in tensors if t is not None])
-
-
-NO_BACKWARD = (
-    "a call with FP8 operands has no backward: call under torch.no_grad(), or train with bf16 operands; "
-    "x + (weft.fp8.dequantize(weft.fp8.quantize(x)) - x).detach() has the numbers of FP8, and gradients"
-)
-
-
-def refuse_gradients(name: str, wanted: bool) -> None:
-    """Raise where a gradient of a call with FP8 operands is wanted."""
-    if wanted:
-        raise collected(name, [NO_BACKWARD])

@@ -299,9 +299,19 @@ def tensor_problems(call: Call) -> list[Problem]:
         found = _latent_problems(call)
     else:
         found = main_problems(call.query, call.key, call.value, isinstance(call.sequences, Pages))
-    if found or call.read is None:
-        return found
-    return [Problem(what=text) for text in descales.misfits(call.query, call.key, call.value, call.read)]
+    return found or _descale_problems(call)
+
+
+def _descale_problems(call: Call) -> list[Problem]:
+    """Descales that are not in canonical form of their operands: a graph reaches the op with what it holds."""
+    found, read = [], call.read or {}
+    for label, tensor in zip(descales.NAMES, (call.query, call.key, call.value)):
+        if (descale := read.get(label)) is None:
+            continue
+        fits = tensor is not None and descale.dim() == 4 and descale.dtype == torch.float32
+        if not fits or descale.shape[:2] != tensor.shape[:2] or descale.shape[3] != 1:  # type: ignore[union-attr]
+            found.append(wrong(label, "a descale of its operand", f"{descale.dtype} {list(descale.shape)}"))
+    return found
 
 
 def refuse_tracing(name: str) -> None:
@@ -315,6 +325,10 @@ NO_PAGES = (
     "a call with block_table has no backward: call under torch.no_grad(), or gather the pages into padded operands, "
     "and pass kv_lens= alone, to train"
 )
+TRAIN_OTHERWISE = (
+    "call under torch.no_grad(), or train with bf16 operands; "
+    "x + (weft.fp8.dequantize(weft.fp8.quantize(x)) - x).detach() has the numbers of FP8, and gradients"
+)
 
 
 def trainable_problems(main: Sequence[Tensor | None], wanted: Iterable[str], paged: bool) -> list[Problem]:
@@ -322,7 +336,7 @@ def trainable_problems(main: Sequence[Tensor | None], wanted: Iterable[str], pag
     if not wanted:
         return []
     if descales.are_quantized(main):
-        return [Problem(what=descales.NO_BACKWARD)]
+        return [Problem(what="a call with FP8 operands has no backward", next_step=TRAIN_OTHERWISE)]
     if paged:
         return [Problem(option="block_table", what=NO_PAGES, named=True)]
     if main[2] is None:

@@ -277,7 +277,7 @@ def test_operands_that_do_not_fit() -> None:
 def test_there_is_no_backward_and_a_message_says_what_to_do() -> None:
     (query, key, value), options = operands("cpu")
     for call in (CAUSAL, CAUSAL.reference):
-        with pytest.raises(weft.WeftError, match="FP8 operands has no backward: .* train with bf16"):
+        with pytest.raises(weft.WeftError, match="FP8 operands has no backward; .* train with bf16"):
             call(query.requires_grad_(), key, value, **options)
     with torch.no_grad():
         CAUSAL(query, key, value, **options)

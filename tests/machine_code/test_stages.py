@@ -57,9 +57,6 @@ def test_triton_kernels_say_what_their_plan_says(name: str, direction: Direction
         assert said.count(text) == times, text
 
 
-@pytest.mark.xfail(
-    strict=False, reason="the streaming backward has 120 lines or more since its parameters are named tuples"
-)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_streaming_kernel_is_read_in_one_piece(name: str, direction: Direction) -> None:
