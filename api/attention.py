@@ -177,7 +177,9 @@ class Attention(Methods, Declaration):
                 given[name] = as_number(given[name], kind)
         sequences: Sequences
         if is_ragged:
-            sequences = given_sequences(str(self.name), query, key, options.at(q_offset))
+            if q_offset is not options.q_offset:
+                options = options.having(q_offset=q_offset)
+            sequences = given_sequences(str(self.name), query, key, options)
         else:
             sequences = Dense(q_offset) if type(q_offset) is int else dense_offset(q_offset)
         target, schedule = options.target, None if options.schedule is None else str(options.schedule)

@@ -71,14 +71,6 @@ def _form(value: object) -> str | None:
     return None if value in (None, "expanded", "absorbed") else "'expanded' or 'absorbed'"
 
 
-def _problem(option: str, value: object) -> Problem | None:
-    """What is wrong with the value of an option by itself."""
-    rule = _RULES[option]
-    if rule is None or (expected := rule(value)) is None:
-        return None
-    return Problem(option=option, expected=expected, got=shown(value))
-
-
 # fmt: off
 class CallOptions:
     """The options of one call, as they were given: defaults are the class's. Nobody changes one that others may see."""
@@ -169,10 +161,6 @@ class CallOptions:
         """Those that say where sequences lie and are given, by name."""
         return {n: value for n in LENGTHS if (value := getattr(self, n)) is not None}
 
-    def at(self, q_offset: Any) -> CallOptions:
-        """The same with this q_offset."""
-        return self if q_offset is self.q_offset else self.having(q_offset=q_offset)
-
     def having(self, **given: Any) -> CallOptions:
         """The same but for these."""
         found = CallOptions()
@@ -200,8 +188,9 @@ _RULES = {name: option.rule for name, option in OPTIONS.items()}
 def check_values(name: str, given: Mapping[str, Any]) -> None:
     """Raise WeftError for an option whose value is none by itself. name: of the variant; given: options by name."""
     for option, value in given.items():
-        if (problem := _problem(option, value)) is not None:
-            raise collected(name, [problem])
+        rule = _RULES[option]
+        if rule is not None and (expected := rule(value)) is not None:
+            raise collected(name, [Problem(option=option, expected=expected, got=shown(value))])
 
 
 def read(name: str, given: Mapping[str, Any]) -> tuple[CallOptions, dict[str, Any]]:
@@ -214,8 +203,9 @@ def read(name: str, given: Mapping[str, Any]) -> tuple[CallOptions, dict[str, An
         if n not in _RULES:
             own[n] = value
             continue
-        if _RULES[n] is not None and (problem := _problem(n, value)) is not None:
-            raise collected(name, [problem])
+        rule = _RULES[n]
+        if rule is not None and rule(value) is not None:
+            check_values(name, {n: value})
         setattr(options, n, value)
         if n in LENGTHS and value is not None:
             options.are_ragged = True

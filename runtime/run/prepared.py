@@ -22,7 +22,6 @@ from ...ir.attention import Attention
 from ...ir.parse import PARSING
 from .. import driver
 from ..call import Call, lengths_of
-from ..settings import keeps_tiles
 from .kept import any_kept, measured_of
 from .key import signature_of_call
 
@@ -91,10 +90,6 @@ class Prepared:
             sums = launcher(call, results, workspace, partition._replace(known=frozenset(known)))
             found |= {key: workspace[name] for name, key in names.items() if name not in known}
             return sums
-
-    def keeps_tiles(self) -> bool:
-        """Whether calls keep what is measured of their tiles, which only the longer way does."""
-        return self.measures and keeps_tiles()
 
 
 _HERE = nullcontext()

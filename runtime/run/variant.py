@@ -100,7 +100,9 @@ class Variant:
             if self._sizes.needed:
                 self._sizes.check(call)
             direct = type(call.sequences) is Dense or not checks_values()
-            found = ready.launcher.fast.direct(call) if direct and not ready.keeps_tiles() else None
+            if direct and ready.measures:
+                direct = not keeps_tiles()  # only the longer way keeps what is measured
+            found = ready.launcher.fast.direct(call) if direct else None
             if found is not None:
                 if repeats.wants():
                     _look(repeats, ready, call)
@@ -110,7 +112,7 @@ class Variant:
         out, lse = [place.beside(query) for place in self.forward_places(query, call.key, call.value, call.choices)]
         if _is_empty(call):
             return out.zero_(), lse_of_nothing(self.facts, call, lse)
-        ready.run(call, {"out": out, "lse": lse}, keeps=ready.keeps_tiles())
+        ready.run(call, {"out": out, "lse": lse}, keeps=ready.measures and keeps_tiles())
         if ready.launcher.fast is not ways:  # more kernels are compiled: what is known does without them
             self.repeats = Repeats()
         return out, lse

@@ -140,7 +140,6 @@ def test_nothing_is_launched_on_memory_that_was_given_back(launched: tuple[Launc
     assert not shortest
 
 
-@pytest.mark.xfail(strict=False, reason="two or three calls of functions more than recorded; the cause is not found")
 @pytest.mark.parametrize("kind", DECODES)
 def test_what_a_step_of_a_decode_costs_the_host(
     kind: str, launched: tuple[Launched, Launched], recorded: Recorded
@@ -151,7 +150,7 @@ def test_what_a_step_of_a_decode_costs_the_host(
     key = torch.randn(12, 1, 16, 16) if kind == "pages" else torch.randn(3, 1, 64, 16)
     query = torch.randn(3, 2, 1, 16)
     number = calls_of(lambda: variant(query, key, key, **DECODES[kind], target="interpret", schedule="split_kv"))
-    assert len(longer) and len(shortest) == 2 * len(longer)
+    assert len(longer) and len(shortest) == 4 * len(longer)  # of five runs, the first goes the longer way
     recorded("calls", repeats=number)
     assert number < 100
 
