@@ -49,19 +49,23 @@ HOPPER: dict[str, type] = {
 }
 
 
+@cache
 def records_of(module: ModuleType) -> list[type]:
     return [r for r in vars(module).values() if is_dataclass(r) and r.__module__ == module.__name__]
 
 
-def nested(record: type) -> Iterator[type]:
+@cache
+def nested(record: type) -> frozenset[type]:
     """Records of the context modules that the fields of a record hold."""
+    found: set[type] = set()
     for hint in typing.get_type_hints(record).values():
         for part in [hint, *typing.get_args(hint), *(a for h in typing.get_args(hint) for a in typing.get_args(h))]:
             if is_dataclass(part) and any(part in records_of(m) for m in (common, *FAMILIES.values())):
-                yield part
-                yield from nested(part)
+                found |= {part, *nested(part)}
+    return frozenset(found)
 
 
+@cache
 def top_level(module: ModuleType) -> list[type]:
     """Records of a module that are spread, and are in no field of another."""
     found = records_of(module)
@@ -70,6 +74,7 @@ def top_level(module: ModuleType) -> list[type]:
     ]
 
 
+@cache
 def roots() -> list[str]:
     """Templates of modules."""
     found = [p for family in FAMILIES for p in (TEMPLATES / family).glob("*.jinja")]
@@ -79,6 +84,7 @@ def roots() -> list[str]:
     return sorted(n for n in names if n not in fixed)
 
 
+@cache
 def told(root: str) -> list[type]:
     """The records that the template of a module is told."""
     if root in BESIDE:
