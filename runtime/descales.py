@@ -105,7 +105,8 @@ def _fits(operand: str, tensor: Tensor, descale: Tensor, pooled: bool) -> bool:
 def _shapes(operand: str, tensor: Tensor, pooled: bool) -> str:
     batch, heads, rows, _ = tensor.shape
     if pooled and operand != "query":
-        return f"what broadcasts to [1, {heads}, 1, 1], or one number a row of the pool, [{batch}, {heads}, {rows}, 1]"
+        by_row = f", or one number a row of the pool, [{batch}, {heads}, {rows}, 1]"
+        return f"what broadcasts to [1, {heads}, 1, 1]" + (by_row if rows > 1 else ", as pages have one row")
     blocks = " or ".join(str(n) for n in sorted({rows, *(-(-rows // n) for n in BLOCKS)}))
     return (
         f"what broadcasts to [{batch}, {heads}, 1, 1], or one number a block of 1, 64 or 128 rows, "
