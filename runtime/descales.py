@@ -80,7 +80,7 @@ def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterat
         yield f"{n}: expected float32 on {tensor.device}, got {got}; cast it, {n}.float()"
     elif descale.requires_grad and torch.is_grad_enabled():
         yield f"{n}: a descale has no gradient; pass {n}.detach()"
-    elif not _fits(operand, tensor, descale, pooled):
+    elif not fits(operand, tensor, descale, pooled):
         yield f"{n}: expected {_shapes(operand, tensor, pooled)}, got shape {list(descale.shape)}"
     elif not torch.compiler.is_compiling() and (descale.is_cpu or checks_values()):
         wrong = descale[~((descale > 0.0) & (descale < inf))]
@@ -88,7 +88,7 @@ def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterat
             yield f"{n}: expected positive numbers, got {wrong[0].item()}"
 
 
-def _fits(operand: str, tensor: Tensor, descale: Tensor, pooled: bool) -> bool:
+def fits(operand: str, tensor: Tensor, descale: Tensor, pooled: bool) -> bool:
     batch, heads, rows, _ = tensor.shape
     if descale.dim() > 4:
         return False

@@ -349,9 +349,20 @@ def test_bad_input_of_quantize() -> None:
         with pytest.raises(weft.WeftError, match=message):
             weft.fp8.quantize(x, **given)
     with pytest.raises(
-        weft.WeftError, match=r"x: expected \[B, H, L, D\] of bf16, fp16 or fp32, got torch.float32 \[4"
+        weft.WeftError, match=r"x: expected \[B, H, L, D\] of bf16, fp16, fp32 or fp64, got torch.float32 \[4"
     ):
         weft.fp8.quantize(x[0, 0])
+    whole = weft.fp8.quantize(x)
+    for call, message in (
+        (lambda: weft.fp8.dequantize(x), "dequantize: expected Quantized.data, descale., got Tensor"),
+        (lambda: weft.fp8.dequantize(whole, torch.int32), "dequantize: dtype: expected bf16, .*, got torch.int32"),
+        (lambda: weft.fp8.dequantize((whole.data, torch.ones(3))), r"broadcasts to its rows, got .*8\] and \[3\]"),
+        (lambda: weft.fp8.rotate(whole.data, x), "rotate: query: expected .*e4m3fn; rotate, then quantise"),
+        (lambda: weft.fp8.rotate(x, [1.0]), "rotate: key: expected a tensor of bf16, .*, got list"),
+        (lambda: weft.fp8.rotate(x, x[..., :4]), r"rotate: expected one width, got shapes \[1, 1, 4, 8\]"),
+    ):
+        with pytest.raises(weft.WeftError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("width", [16, 64, 80, 192])
