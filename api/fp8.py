@@ -52,7 +52,7 @@ def quantize(
     if (problem := form_problem("x", x)) is not None:
         problems.append(str(problem))
     elif x.dim() != 4 or x.dtype not in _FROM:
-        problems.append(f"x: expected [B, H, L, D] of bf16, fp16 or fp32, got {x.dtype} {list(x.shape)}")
+        problems.append(f"x: expected [B, H, L, D] of bf16, fp16, fp32 or fp64, got {x.dtype} {list(x.shape)}")
     if per not in get_args(Per) or isinstance(per, bool):
         problems.append(f"per: expected 'tensor', 'head', 64, 128 or 'token', got {per!r}")
     if dtype not in descales.FP8:
@@ -66,6 +66,14 @@ def quantize(
 
 def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """The real numbers, [B, H, L, D]."""
+    if not isinstance(quantized, tuple) or [isinstance(t, Tensor) for t in quantized] != [True, True]:
+        raise WeftError(f"dequantize: expected Quantized(data, descale), got {type(quantized).__name__}")
+    if dtype not in _FROM:
+        raise WeftError(f"dequantize: dtype: expected bf16, fp16, fp32 or fp64, got {dtype!r}")
+    quantized = Quantized(*quantized)
+    if quantized.data.dim() != 4 or not descales.fits("key", quantized.data, quantized.descale, pooled=False):
+        got = f"{list(quantized.data.shape)} and {list(quantized.descale.shape)}"
+        raise WeftError(f"dequantize: expected data [B, H, L, D] and a descale that broadcasts to its rows, got {got}")
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return descales.dequantized(quantized.data, quantized.descale, wide).to(dtype)
 
@@ -80,8 +88,14 @@ def rotate(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     >>> torch.allclose(q @ k.mT, torch.matmul(*(x.mT if i else x for i, x in enumerate(rotate(q, k)))))
     True
     """
-    if query.shape[-1] != key.shape[-1]:
-        raise WeftError(f"rotate: expected one width, got {query.shape[-1]} and {key.shape[-1]}")
+    for name, x in (("query", query), ("key", key)):
+        if not isinstance(x, Tensor) or x.dtype not in _FROM:
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise WeftError(
+                f"rotate: {name}: expected a tensor of bf16, fp16, fp32 or fp64, got {got}; rotate, then quantise"
+            )
+    if query.shape[-1:] != key.shape[-1:] or not query.dim():
+        raise WeftError(f"rotate: expected one width, got shapes {list(query.shape)} and {list(key.shape)}")
     return _rotated(query), _rotated(key)
 
 

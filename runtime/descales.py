@@ -80,7 +80,7 @@ def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterat
         yield f"{n}: expected float32 on {tensor.device}, got {got}; cast it, {n}.float()"
     elif descale.requires_grad and torch.is_grad_enabled():
         yield f"{n}: a descale has no gradient; pass {n}.detach()"
-    elif not _fits(operand, tensor, descale, pooled):
+    elif not fits(operand, tensor, descale, pooled):
         yield f"{n}: expected {_shapes(operand, tensor, pooled)}, got shape {list(descale.shape)}"
     elif not torch.compiler.is_compiling() and (descale.is_cpu or checks_values()):
         wrong = descale[~((descale > 0.0) & (descale < inf))]
@@ -88,7 +88,7 @@ def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterat
             yield f"{n}: expected positive numbers, got {wrong[0].item()}"
 
 
-def _fits(operand: str, tensor: Tensor, descale: Tensor, pooled: bool) -> bool:
+def fits(operand: str, tensor: Tensor, descale: Tensor, pooled: bool) -> bool:
     batch, heads, rows, _ = tensor.shape
     if descale.dim() > 4:
         return False
@@ -105,7 +105,8 @@ def _fits(operand: str, tensor: Tensor, descale: Tensor, pooled: bool) -> bool:
 def _shapes(operand: str, tensor: Tensor, pooled: bool) -> str:
     batch, heads, rows, _ = tensor.shape
     if pooled and operand != "query":
-        return f"what broadcasts to [1, {heads}, 1, 1], or one number a row of the pool, [{batch}, {heads}, {rows}, 1]"
+        by_row = f", or one number a row of the pool, [{batch}, {heads}, {rows}, 1]"
+        return f"what broadcasts to [1, {heads}, 1, 1]" + (by_row if rows > 1 else ", as pages have one row")
     blocks = " or ".join(str(n) for n in sorted({rows, *(-(-rows // n) for n in BLOCKS)}))
     return (
         f"what broadcasts to [{batch}, {heads}, 1, 1], or one number a block of 1, 64 or 128 rows, "

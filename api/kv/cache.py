@@ -92,7 +92,8 @@ class Cache:
                 problems.append(f"latent: expected weft.Latent(rank=..., rope=...), got {latent!r}")
             if not kv_heads is head_dim is value_dim is None:
                 problems.append("latent: a latent cache has one vector a token; leave kv_heads, head_dim and value_dim")
-        problems += scale_problems(dtype, scale, descales, has_values=latent is None)
+        sizes = layers, kv_heads if latent is None else 1
+        problems += scale_problems(dtype, scale, descales, latent is None, sizes)
         if dtype not in _DTYPES:
             problems.append(f"dtype: expected one of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
         if not problems and blocks * page > _MOST:
@@ -379,6 +380,12 @@ class Cache:
                 found.length = end
                 if len(found.tokens) // self.page > len(found.numbers):
                     self._publish(found)
+            if self.scales is not None and not keeps and not self._holds_rows():
+                self.scales.forget()
+
+    def _holds_rows(self) -> bool:
+        """Whether a sequence has rows, or may get some, or would find some again."""
+        return self._blocks.kept > 0 or any(s.length or s.step is not None for s in self._sequences.values())
 
     def _publish(self, found: _Sequence) -> None:
         """Let full pages whose tokens are known be found again."""
@@ -561,9 +568,11 @@ def _device(name: str, device: torch.device | str) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise WeftError(f"{name}: device: expected a device, got {device!r}") from error
-    if found.type == "cuda" and found.index is None:
-        found = torch.device("cuda", torch.cuda.current_device())
-    return found
+    if found.type != "cuda":
+        return found
+    if not torch.cuda.is_available():
+        raise WeftError(f"{name}: device: expected one that torch can use here, got {device!r}")
+    return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
 
 
 def token_ids(what: str, tokens: Iterable[int]) -> list[int]:

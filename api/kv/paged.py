@@ -9,6 +9,7 @@ import torch
 from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected, counted
 from ..runtime.call import LARGEST_PAGE
+from ..runtime.descales import FP8
 from .cache import Cache, is_size
 from .scales import Given, Scale
 from .step import Step
@@ -44,6 +45,10 @@ class PagedCache(Cache):
     ) -> None:  # fmt: skip
         if not isinstance(page, int) or not 1 <= page <= LARGEST_PAGE or page & (page - 1):
             raise WeftError(f"PagedCache: page: expected a power of two from 1 to {LARGEST_PAGE}, got {page!r}")
+        if page == 1 and dtype in FP8 and scale != "head":
+            raise WeftError(
+                "PagedCache: page: expected 2 or more beside a descale for each token, got 1; pass scale='head'"
+            )
         super().__init__(
             blocks, page, layers, kv_heads, head_dim, value_dim, latent, dtype, device,
             scale, (k_descale, v_descale),

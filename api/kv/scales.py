@@ -21,9 +21,9 @@ ROOM = 2.0  # of a descale that the first rows decide: later ones may be so many
 
 
 def scale_problems(
-    dtype: torch.dtype, scale: object, descales: tuple[Given, Given], has_values: bool
+    dtype: torch.dtype, scale: object, descales: tuple[Given, Given], has_values: bool, sizes: tuple[object, object]
 ) -> list[str]:  # fmt: skip
-    """What keeps a cache from having such descales."""
+    """What keeps a cache from having such descales. sizes: layers and Hkv."""
     problems, given = [], dict(zip(("k_descale", "v_descale"), descales))
     if scale not in (None, "head", "token"):
         problems.append(f"scale: expected 'head' or 'token', got {scale!r}")
@@ -36,9 +36,24 @@ def scale_problems(
             problems.append(f"{name}: expected None; descales that are given are those of scale='head'")
         elif name == "v_descale" and not has_values:
             problems.append("v_descale: expected None, as a latent cache has no values")
-        elif not bool((torch.as_tensor(descale) > 0).all()) or not bool(torch.as_tensor(descale).isfinite().all()):
-            problems.append(f"{name}: expected positive numbers, got {descale}")
+        else:
+            problems += _given_problems(name, descale, sizes)
     return problems
+
+
+def _given_problems(name: str, descale: object, sizes: tuple[object, object]) -> list[str]:
+    """What keeps a value from being the descales of heads."""
+    try:
+        found = torch.as_tensor(descale).detach()
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.empty(0)
+    fits = found.dim() <= 2 and all(n in (1, size) for n, size in zip(reversed(found.shape), reversed(sizes)))
+    if not fits or found.is_complex() or found.dtype == torch.bool:
+        got = list(found.shape) if isinstance(descale, Tensor) else repr(descale)
+        return [f"{name}: expected a positive number, or {list(sizes)} of them, [layers, Hkv], got {got}"]
+    if not bool(((found > 0) & found.isfinite()).all()):
+        return [f"{name}: expected positive numbers, got {descale}"]
+    return []
 
 
 class Scales:
@@ -61,12 +76,17 @@ class Scales:
             found["v_descale"] = self.v_descales[layer]
         return found if rows is None else {name: pool[rows] for name, pool in found.items()}
 
-    def append(self, cache: Cache, layer: int, key: Tensor, value: Tensor | None, slots: Tensor) -> None:
-        """Write new rows of a layer."""
+    def append(
+        self, cache: Cache, layer: int, key: Tensor, value: Tensor | None, slots: Tensor, has_rows: bool
+    ) -> None:  # fmt: skip
+        """Write new rows of a layer. has_rows: whether there are some, as far as the host knows."""
         values, v_descale = (cache.values(layer), self.v_descales[layer]) if cache.has_values else (None, None)
         append_quantized(
             key, value, cache.keys(layer), values, slots, self.k_descales[layer], v_descale, self.by_token
         )  # fmt: skip
+
+    def forget(self) -> None:
+        """No row of the cache is left: what rows decided is open again."""
 
 
 class HeadScales(Scales):
@@ -74,9 +94,14 @@ class HeadScales(Scales):
 
     by_token = False
 
-    def __init__(self, k_descales: list[Tensor], v_descales: list[Tensor], known: bool) -> None:
+    def __init__(self, k_descales: list[Tensor], v_descales: list[Tensor], given: tuple[bool, bool]) -> None:
+        """given: whether those of keys, and of values, are what the caller said."""
         super().__init__(k_descales, v_descales)
-        self._known = [known] * len(k_descales)
+        self._given = given
+        self.forget()
+
+    def forget(self) -> None:
+        self._known = [all(self._given)] * len(self.k_descales)
 
     @property
     def pools(self) -> list[Tensor]:
@@ -89,18 +114,21 @@ class HeadScales(Scales):
             )
         return super().of(layer, None)
 
-    def append(self, cache: Cache, layer: int, key: Tensor, value: Tensor | None, slots: Tensor) -> None:
+    def append(
+        self, cache: Cache, layer: int, key: Tensor, value: Tensor | None, slots: Tensor, has_rows: bool
+    ) -> None:  # fmt: skip
         if not self._known[layer]:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or (slots.is_cuda and torch.cuda.is_current_stream_capturing()):
                 raise WeftError("append: the first rows of a cache with scale='head' decide its descales; append some "
-                                "outside of compiled code, or give k_descale= and v_descale=")  # fmt: skip
+                                "outside of compiled code and captures, or give k_descale= and v_descale="
+                                )  # fmt: skip
             there = (slots >= 0)[:, None, :, None]
-            for new, made in ((key, self.k_descales), (value, self.v_descales)):
-                if new is not None:
+            for new, made, given in zip((key, value), (self.k_descales, self.v_descales), self._given):
+                if new is not None and not given:
                     top = largest(torch.where(there, new.float(), 0.0), 0).amax(0, keepdim=True)
                     made[layer].copy_(descale_of(top * ROOM, cache.dtype))
-            self._known[layer] = bool(slots.numel())
-        super().append(cache, layer, key, value, slots)
+            self._known[layer] = has_rows
+        super().append(cache, layer, key, value, slots, has_rows)
 
 
 def scales_of(cache: Cache, blocks: int, scale: Scale | None, given: tuple[Given, Given]) -> Scales:
@@ -115,8 +143,7 @@ def scales_of(cache: Cache, blocks: int, scale: Scale | None, given: tuple[Given
             return Scales(k_descales, v_descales)
         for made, descale in zip((k_descales, v_descales), given):
             if descale is not None:
-                whole = torch.as_tensor(descale, dtype=torch.float32, device=cache.device)
+                whole = torch.as_tensor(descale, dtype=torch.float32, device=cache.device).detach()
                 for own, numbers in zip(made, whole.expand(cache.layers, cache.kv_heads)):
                     own.copy_(numbers.view(own.shape))
-    known = given[0] is not None and (given[1] is not None or not cache.has_values)
-    return HeadScales(k_descales, v_descales, known)
+    return HeadScales(k_descales, v_descales, (given[0] is not None, given[1] is not None or not cache.has_values))

@@ -46,6 +46,7 @@ class Step:
         self._appended: set[int] = set()  # layers, where append was seen to run
         self._is_watched = True  # what a compiled function appends is not seen
         self._all_full = state != "fixed" and all(end - start == self.length for start, end in zip(starts, ends))
+        self._has_rows = starts != ends  # of a fixed step: of those that filled it
 
     # -- what a call takes -------------------------------------------------------------------------------------------
     def keys(self, layer: int = 0) -> Tensor:
@@ -100,7 +101,7 @@ class Step:
         self.cache._check_rows(self.slots.shape[0], self.length, layer, key, value)
         cache = self.cache
         if cache.scales is not None:
-            cache.scales.append(cache, layer, key, value, self.slots)
+            cache.scales.append(cache, layer, key, value, self.slots, self._has_rows)
         else:
             append_rows(key, value, cache.keys(layer), cache.values(layer) if cache.has_values else None, self.slots)
         if torch.compiler.is_compiling():
@@ -130,6 +131,7 @@ class Step:
                 f"fill: expected at most {counted(there[0], 'sequence')}, {counted(there[1], 'row')} and "
                 f"{counted(there[2], 'page')}, got {list(given)}"
             )
+        self._has_rows = self._has_rows or step._has_rows
         self.slots.fill_(-1)
         self.q_lens.zero_()
         self.kv_lens.zero_()

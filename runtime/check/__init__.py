@@ -12,7 +12,7 @@ from ...ir.errors import Problem, collected
 from ..call import Call, Dense, length_options
 from .operands import offset_problems, operand_problems
 from .sequences import sequence_problems
-from .tensors import memory_problems, tensor_problems
+from .tensors import known_memory_problems, tensor_problems
 
 
 def fits(call: Call) -> bool:
@@ -51,4 +51,4 @@ def _freed(call: Call) -> list[Problem]:
     named |= sequences.tensors if isinstance(sequences, Dense) else length_options(sequences)
     if isinstance(sequences.q_offset, Tensor):
         named["q_offset"] = sequences.q_offset
-    return memory_problems(named)
+    return known_memory_problems(named)

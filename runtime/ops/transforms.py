@@ -163,6 +163,9 @@ def _mapped(
     axes: of each tensor the axis that is its batch, None where it has none; None in all where nothing can be joined.
     of_results: the same of results.
     """
+    if not size:  # of one call, what comes back is known; its numbers are not wanted
+        none = [t if t is None or d is None else t.new_zeros(t.movedim(d, 0).shape[1:]) for t, d in zip(tensors, dims)]
+        return tuple(t.new_empty((0, *t.shape)) for t in call(*none)), (0,) * len(of_results)
     if axes is None:
         each = [
             call(*(t if d is None or t is None else t.select(d, i) for t, d in zip(tensors, dims))) for i in range(size)

@@ -272,6 +272,17 @@ def test_operands_that_do_not_fit() -> None:
     for shape in ((4, 2, 1, 1), (1, 2, 64, 1)):
         with pytest.raises(weft.WeftError, match=r"k_descale: .*or one number a row of the pool, \[4, 2, 64, 1\]"):
             CAUSAL(query, *pools, k_descale=torch.ones(shape), **table)
+    small = [x[:, :, :1] for x in pools]
+    with pytest.raises(
+        weft.WeftError, match=r"broadcasts to \[1, 2, 1, 1\], as pages have one row, got shape \[4, 2, 1"
+    ):
+        CAUSAL(
+            query,
+            *small,
+            k_descale=torch.ones(4, 2, 1, 1),
+            block_table=table["block_table"],
+            kv_lens=torch.ones(2, dtype=torch.int32),
+        )
 
 
 def test_there_is_no_backward_and_a_message_says_what_to_do() -> None:
@@ -338,9 +349,20 @@ def test_bad_input_of_quantize() -> None:
         with pytest.raises(weft.WeftError, match=message):
             weft.fp8.quantize(x, **given)
     with pytest.raises(
-        weft.WeftError, match=r"x: expected \[B, H, L, D\] of bf16, fp16 or fp32, got torch.float32 \[4"
+        weft.WeftError, match=r"x: expected \[B, H, L, D\] of bf16, fp16, fp32 or fp64, got torch.float32 \[4"
     ):
         weft.fp8.quantize(x[0, 0])
+    whole = weft.fp8.quantize(x)
+    for call, message in (
+        (lambda: weft.fp8.dequantize(x), "dequantize: expected Quantized.data, descale., got Tensor"),
+        (lambda: weft.fp8.dequantize(whole, torch.int32), "dequantize: dtype: expected bf16, .*, got torch.int32"),
+        (lambda: weft.fp8.dequantize((whole.data, torch.ones(3))), r"broadcasts to its rows, got .*8\] and \[3\]"),
+        (lambda: weft.fp8.rotate(whole.data, x), "rotate: query: expected .*e4m3fn; rotate, then quantise"),
+        (lambda: weft.fp8.rotate(x, [1.0]), "rotate: key: expected a tensor of bf16, .*, got list"),
+        (lambda: weft.fp8.rotate(x, x[..., :4]), r"rotate: expected one width, got shapes \[1, 1, 4, 8\]"),
+    ):
+        with pytest.raises(weft.WeftError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("width", [16, 64, 80, 192])
@@ -500,6 +522,10 @@ def test_descales_of_heads_are_given_or_made_of_the_first_rows_and_then_rows_sat
     for wrong, message in (
         ({"scale": "row"}, "scale: expected 'head' or 'token', got 'row'"),
         ({"k_descale": 0.0}, "k_descale: expected positive numbers, got 0.0"),
+        ({"k_descale": "x"}, r"k_descale: expected a positive number, or \[2, 2\] of them, .*got 'x'"),
+        ({"v_descale": torch.ones(3)}, r"v_descale: expected a positive number, or \[2, 2\] of them, .*got \[3\]"),
+        ({"v_descale": torch.ones(2, 2, 1)}, r"v_descale: expected .*\[layers, Hkv\], got \[2, 2, 1\]"),
+        ({"scale": "token", "page": 1}, "page: expected 2 or more beside a descale for each token, got 1"),
         ({"scale": "token", "k_descale": 1.0}, "k_descale: expected None; descales that are given are those of scale="),
         ({"dtype": torch.float16}, "scale: expected None, as dtype is torch.float16"),
     ):
@@ -507,6 +533,30 @@ def test_descales_of_heads_are_given_or_made_of_the_first_rows_and_then_rows_sat
             weft.kv.PagedCache(8, **{**given, **wrong})
     with pytest.raises(weft.WeftError, match="key: expected real numbers, which the cache quantises, got torch.float8"):
         cache.append([sequence], [ones.to(E4M3)] * 2, [ones] * 2)
+
+
+def test_a_descale_that_is_given_alone_holds_and_only_rows_that_stay_decide_the_other() -> None:
+    given = {"kv_heads": 1, "head_dim": 16, "dtype": E4M3, "scale": "head"}
+    cache, ones = (
+        weft.kv.PagedCache(8, **given, k_descale=torch.tensor([0.5], requires_grad=True)),
+        torch.ones(1, 1, 4, 16),
+    )
+    sequence = cache.allocate()
+    fixed = cache.fixed_step(2, 4, pages=1)  # as before a capture: it has no row yet
+    fixed.append(0, ones.expand(2, -1, -1, -1), ones.expand(2, -1, -1, -1))
+    cancelled = cache.extend([sequence], [4])
+    cancelled.append(0, ones, 0.01 * ones)
+    cancelled.cancel()
+    with pytest.raises(weft.WeftError, match="layer 0: has no descales yet"):
+        cache.view([sequence]).options_of(0)
+    cache.append([sequence], ones, 8 * ones)
+    found = cache.view([sequence]).options_of(0)
+    assert found["k_descale"].item() == 0.5 and not found["k_descale"].requires_grad
+    assert found["v_descale"].item() == pytest.approx(16 / 448)
+    another = cache.extend([cache.allocate()], [4])
+    another.append(0, ones, ones)
+    another.cancel()  # the first sequence has rows that this descale is of
+    assert cache.view([sequence]).options_of(0)["v_descale"].item() == pytest.approx(16 / 448)
 
 
 @pytest.mark.parametrize("scale", ["token", "head"])

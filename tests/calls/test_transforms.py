@@ -114,6 +114,16 @@ def test_mapped_calls(name: str) -> None:
     assert torch.equal(found, torch.stack(one_by_one(call, given, dims), 2))
 
 
+@pytest.mark.parametrize("name", ["plain", "other places", "tables", "lengths"])
+def test_no_mapped_call_gives_what_has_the_shape_of_none(name: str) -> None:
+    call, given, dims = MAPPED[name]
+    own = dims if isinstance(dims, tuple) else (dims,) * len(given)
+    none = [x.narrow(d, 0, 0) for x, d in zip(given, own)]
+    assert torch.func.vmap(call, in_dims=dims)(*none).shape == torch.func.vmap(call, in_dims=dims)(*given)[:0].shape
+    gradient = torch.func.vmap(torch.func.grad(squared(call)), in_dims=dims)(*none)
+    assert gradient.shape == torch.func.vmap(torch.func.grad(squared(call)), in_dims=dims)(*given)[:0].shape
+
+
 @pytest.mark.parametrize("name", ["plain", "both", "shared keys", "shared table", "tables", "far", "documents"])
 def test_gradients_of_each_mapped_call(name: str) -> None:
     """Also of what all of them share, as torch has it: one gradient for each."""

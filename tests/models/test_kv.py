@@ -321,6 +321,8 @@ def test_rows_of_a_dense_cache_are_a_view():
         (lambda: PagedCache(2**28, **SIZES), r"at most 2\*\*30 rows"),
         (lambda: PagedCache(4, device="nowhere", **SIZES), "device: expected a device, got 'nowhere'"),
         (lambda: DenseCache(4, 0, **SIZES), "capacity: expected a positive int, got 0"),
+        *[(lambda: PagedCache(4, device="cuda", **SIZES), "device: expected one that torch can use here, got 'cuda'")]
+        * (not torch.cuda.is_available()),
     ],
 )
 def test_sizes_that_no_cache_has(make, words):
