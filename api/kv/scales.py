@@ -55,7 +55,7 @@ class Scales:
         return [*self.k_descales, *self.v_descales]
 
     def of(self, layer: int, rows: slice | None) -> dict[str, Tensor]:
-        """Options of a call over a layer. rows: of a DenseCache, where its sequences lie."""
+        """Descales of a call over a layer. rows: of a DenseCache, where its sequences lie."""
         found = {"k_descale": self.k_descales[layer]}
         if self.v_descales:
             found["v_descale"] = self.v_descales[layer]
@@ -63,7 +63,11 @@ class Scales:
 
     def append(self, cache: Cache, layer: int, key: Tensor, value: Tensor | None, slots: Tensor) -> None:
         """Write new rows of a layer."""
-        values, v_descale = (cache.values(layer), self.v_descales[layer]) if cache.has_values else (None, None)
+        if cache.latent is not None:
+            rank = cache.latent.rank
+            key, value, values, v_descale = key[..., :rank], key[..., rank:], cache.ropes(layer), None
+        else:
+            values, v_descale = cache.values(layer), self.v_descales[layer]
         append_quantized(
             key, value, cache.keys(layer), values, slots, self.k_descales[layer], v_descale, self.by_token
         )  # fmt: skip
@@ -95,7 +99,8 @@ class HeadScales(Scales):
                 raise WeftError("append: the first rows of a cache with scale='head' decide its descales; append some "
                                 "outside of compiled code, or give k_descale= and v_descale=")  # fmt: skip
             there = (slots >= 0)[:, None, :, None]
-            for new, made in ((key, self.k_descales), (value, self.v_descales)):
+            stored = key if cache.latent is None else key[..., : cache.latent.rank]
+            for new, made in ((stored, self.k_descales), (value, self.v_descales)):
                 if new is not None:
                     top = largest(torch.where(there, new.float(), 0.0), 0).amax(0, keepdim=True)
                     made[layer].copy_(descale_of(top * ROOM, cache.dtype))
