@@ -116,6 +116,6 @@ def dequantized(
     real = dtype or descales.real_dtype([*given.values()], options.out_dtype)
     found = {n: descales.dequantized(t, read.get(descales.OF[n]), real) for n, t in given.items()}
     out = descales.out_dtype_of(main.query, main.key, main.value, descales.out_name(options))
-    weights = {n: w.to(real) for n in ("uk", "uv") if (w := getattr(options, n)) is not None}
+    weights = {n: w.to(real) for n in ("uk", "uv", "rope") if (w := getattr(options, n)) is not None}
     none = dict.fromkeys((*descales.NAMES, "out_dtype"))
     return Main(found["query"], found["key"], found.get("value")), options.having(**none, **weights), out

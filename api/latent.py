@@ -28,32 +28,30 @@ def attended(
     """The form that is asked for, else the cheaper one. run: computes attention that is not latent."""
     assert attention.latent is not None
     query, cache, value, _ = main
-    uk, uv, form = options.uk, options.uv, options.form
+    uk, uv, form, rope = options.uk, options.uv, options.form, options.rope
     if value is not None:
         what, how = "latent attention takes query and cache only", "its values come from the cache"
         raise WeftError.of(str(attention.name), Problem(operand="value", what=what, next_step=how))
-    query, cache = autocast(query, cache)
+    query, cache, rope = autocast(query, cache, rope)
     if uk is not None and uv is not None:
         uk, uv = autocast(uk, uv)
     paged = options.block_table is not None
-    check_latent(attention, query, cache, uk, uv, paged)
+    check_latent(attention, query, cache, uk, uv, paged, rope)
     if uk is None or uv is None:
         if form == "expanded":
             what = "form='expanded' needs uk and uv"
             raise WeftError.of(str(attention.name), Problem(option="form", what=what, named=True))
-        return run(query, cache, None, None, options, operands)
+        return run(query, cache, None, rope, options, operands)
     if paged:
         check_absorbed(attention, form, (query, cache, uk, uv))
         form = "absorbed"
-    if form is None and cache.dtype in descales.FP8:
-        form = "absorbed"  # which reads the cache as it is
     form = form or latent_form(attention, query, cache, uk, uv, operands)
     if form == "expanded":
-        return _expanded(attention, run, (query, cache, uk, uv), options, operands)
+        return _expanded(attention, run, Main(query, cache, None, rope), options, operands)
     # a product a head, of all batch rows: by rows, copies of uk and uv would be made
     nope = query.shape[3] - attention.latent.rope
     absorbed = torch.cat([torch.einsum("bhln,hrn->bhlr", query[..., :nope], uk), query[..., nope:]], dim=-1)
-    result = run(absorbed, cache, None, None, options, operands, head_dim=query.shape[3])
+    result = run(absorbed, cache, None, rope, options, operands, head_dim=query.shape[3])
     if isinstance(result, tuple):
         out, lse = result
         return torch.einsum("bhlr,hrd->bhld", out, uv), lse
@@ -61,15 +59,16 @@ def attended(
 
 
 def _expanded(
-    attention: Declaration, run: Callable[..., Result], given: tuple[Tensor, Tensor, Tensor, Tensor],
-    options: CallOptions, operands: Mapping[str, Any],
-) -> Result:  # fmt: skip
+    attention: Declaration, run: Callable[..., Result], main: Main, options: CallOptions, operands: Mapping[str, Any]
+) -> Result:
     """Latent attention with keys and values of all heads."""
     assert attention.latent is not None
-    query, cache, uk, uv = given
+    query, cache, uk, uv = main.query, main.key, options.uk, options.uv
     if cache.dtype in descales.FP8:
         real, options, _ = dequantized(str(attention.name), Main(query, cache, None), options, query.dtype)
         cache = real.key
+    if main.rope is not None:
+        cache = torch.cat([cache, main.rope.to(cache.dtype)], dim=-1)
     if options.are_ragged:  # what lies behind a length must not reach gradients of uk and uv
         sequences = sequences_of(checked(str(attention.name), query, cache, options))
         cache = cleared(cache, sequences, query)  # type: ignore[arg-type]
@@ -96,7 +95,9 @@ def is_absorbed(attention: Declaration, own: Internals, query: Tensor, cache: Te
 def latent_form(
     attention: Declaration, query: Tensor, cache: Tensor, uk: Tensor, uv: Tensor, operands: Mapping[str, Any]
 ) -> Form:
-    """The form of a call: expanded wherever gradients are wanted, else the cheaper one."""
+    """The form of a call: expanded wherever gradients are wanted, absorbed over FP8, else the cheaper one."""
+    if cache.dtype in descales.FP8:
+        return "absorbed"  # which reads the cache as it is
     if torch.is_grad_enabled() and any(
         isinstance(t, Tensor) and t.requires_grad for t in (query, cache, uk, uv, *operands.values())
     ):

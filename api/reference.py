@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .internals import Internals, Main, dequantized
@@ -28,6 +29,7 @@ def defined(
     """out and lse by the definition."""
     query, key, value, _ = main
     uk, uv, q_offset, name = options.uk, options.uv, options.q_offset, str(attention.name)
+    rope = options.rope
     if are_jagged(query, key, value):
         if options.are_ragged:
             raise lengths_given_twice(name, options)
@@ -38,14 +40,16 @@ def defined(
         return made.nested(out), made.nested(lse)
     paged = options.block_table is not None
     if attention.latent is not None:
-        check_latent(attention, query, key, uk, uv, paged)
+        check_latent(attention, query, key, uk, uv, paged, rope)
     else:
-        check_no_latent(attention, uk, uv)
+        check_no_latent(attention, uk, uv, rope=rope)
         check_tensors(name, query, key, value, paged)
     if options.are_read or descales.are_quantized((query, key, value)):
         real, options, dtype = dequantized(name, main, options)
         out, lse = defined(attention, own, real, options, operands)
         return out.to(dtype), lse
+    if rope is not None:  # from here on one cache
+        key, options = torch.cat([key, rope], dim=-1), options.having(rope=None)
     if paged:  # from here on padded or packed rows, of which those behind a length belong to nobody
         key, value, options = _out_of_pages(name, query, key, value, options)
     if attention.latent is not None:

@@ -91,7 +91,7 @@ def _shape_of(
     if wanted == 3:
         check_tensors(str(attention.name), query, key, tensors[2], paged)
     else:
-        check_latent(attention, query, key, uk, uv, paged)
+        check_latent(attention, query, key, uk, uv, paged, options.get("rope"))
     kv_len = parts.kv_rows(str(attention.name), query, key, options) if paged else key.shape[2]
     if 0 in (query.shape[0], query.shape[2], kv_len):
         raise WeftError(f"{attention.name}: nothing is computed for empty operands, and there is no plan")
@@ -137,7 +137,7 @@ def _check_options(attention: Attention, sizes: Shape, form: Form | None, option
         device = offset.device if isinstance(offset, Tensor) else torch.device("cpu")
         check_q_offset(name, offset, sizes.batch, device)
     if attention.latent is None:
-        check_no_latent(attention, options.get("uk"), options.get("uv"), form)
+        check_no_latent(attention, options.get("uk"), options.get("uv"), form, options.get("rope"))
     check_values(name, {"form": form})
 
 
@@ -147,8 +147,9 @@ def _hardware(device: str | None, tensors_on: str | None) -> hardware.Hardware:
     return hardware.for_device(tensors_on) if tensors_on not in (None, "meta") else hardware.this_machine()
 
 
-def _seen(attention: Attention, sizes: Shape, form: Form | None) -> tuple[Shape, Widths]:
-    """Sizes and widths as kernels see them: latent forms change widths and heads."""
+def _seen(attention: Attention, sizes: Shape, form: Form | None, apart: bool) -> tuple[Shape, Widths]:
+    """Sizes and widths as kernels see them: latent forms change widths and heads. apart: rotary columns of the cache
+    are a tensor of their own."""
     latent = attention.latent
     if latent is None:
         return sizes, Widths(sizes.head_dim, sizes.value_dim)
@@ -157,7 +158,7 @@ def _seen(attention: Attention, sizes: Shape, form: Form | None) -> tuple[Shape,
         return sizes, Widths(sizes.head_dim, sizes.value_dim, rope_dim=latent.rope)
     width = latent.rank + latent.rope
     absorbed = Shape(sizes.batch, sizes.heads, 1, sizes.q_len, sizes.kv_len, width, latent.rank, sizes.dtype)
-    return absorbed, Widths(width, latent.rank, value_is_key=True)
+    return absorbed, Widths(width, latent.rank, latent.rope * apart, value_is_key=True)
 
 
 def _everything(attention: Attention, widths: Widths) -> frozenset[str]:
@@ -234,7 +235,7 @@ def request_of(
     if form is None and tensors_on is not None and attention.latent is not None:
         form = _form_of_call(attention, operands, options)
     head_dim = sizes.head_dim
-    sizes, widths = _seen(attention, sizes, form)
+    sizes, widths = _seen(attention, sizes, form, options.get("rope") is not None)
     found = _sequences(attention, operands, sizes, options)
     ranges = (
         ranges_of(sizes, options.get("q_offset")) if found is None else ranges_of(sizes, 0) | parts.ranges_of(found)

@@ -42,9 +42,9 @@ INTERNAL_SYMBOLS: dict[str, DType] = {
 # Options of the call, those to come too, parameters of the other methods, and fields of a variant.
 CALL_OPTIONS = frozenset(
     "query key value cache return_lse target schedule deterministic q_offset kv_lens q_lens cu_seqlens_q cu_seqlens_kv"
-    " block_table uk uv form seed train operands q_descale k_descale v_descale out_dtype return_max batch_invariant"
-    " indices index_block index_lens device direction path block_q block_kv score mask scale sink dropout latent"
-    " name normalizer self".split()
+    " block_table uk uv rope form seed train operands q_descale k_descale v_descale out_dtype return_max"
+    " batch_invariant indices index_block index_lens device direction path block_q block_kv score mask scale sink"
+    " dropout latent name normalizer self".split()
 )
 INT32_MAX = 2**31 - 1
 

@@ -262,7 +262,7 @@ class Call:
 
     query [B, Hq, L, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv] (pools of blocks, where there are pages); None where
     the value is the first columns of the key (absorbed latent attention). rope [B, 1, T, R]: columns of the key that
-    all heads share (expanded).
+    all heads share (expanded), or that a latent cache has in a tensor of their own (absorbed).
     """
 
     query: Tensor

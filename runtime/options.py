@@ -106,6 +106,10 @@ class CallOptions:
     uv: Annotated[Tensor | None, Option(
         "`[H, rank, Dv]`, likewise",
     )] = None
+    rope: Annotated[Tensor | None, Option(
+        "`[B, 1, T, rope]`, or a pool: rotary columns of the cache that are a tensor of their own, likewise; the cache "
+        "has the `rank` columns alone, as one in [FP8](fp8.md#caches)",
+    )] = None
     form: Annotated[Form | None, Option(
         '`"expanded"` or `"absorbed"`, likewise; by cost where not given', defined=False, described=False, rule=_form,
     )] = None

@@ -78,7 +78,7 @@ class Cache:
     def __init__(
         self, blocks: int, page: int, layers: int, kv_heads: int | None, head_dim: int | None, value_dim: int | None,
         latent: Latent | None, dtype: torch.dtype, device: torch.device | str, scale: Scale | None = None,
-        descales: tuple[Given, Given] = (None, None),
+        descales: tuple[Given, Given] = (None, None), rope_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         name = type(self).__name__
         given = {"layers": layers, **self._sizes(blocks, page)}
@@ -94,6 +94,9 @@ class Cache:
                 problems.append("latent: a latent cache has one vector a token; leave kv_heads, head_dim and value_dim")
         sizes = layers, kv_heads if latent is None else 1
         problems += scale_problems(dtype, scale, descales, latent is None, sizes)
+        if rope_dtype is not None and (latent is None or dtype not in FP8 or rope_dtype not in _FLOATS):
+            expected = f"one of {', '.join(map(str, _FLOATS))} for a latent cache of FP8, and None for others"
+            problems.append(f"rope_dtype: expected {expected}, got {rope_dtype}")
         if dtype not in _DTYPES:
             problems.append(f"dtype: expected one of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
         if not problems and blocks * page > _MOST:
@@ -108,10 +111,14 @@ class Cache:
         self.latent, self.dtype, self.device = latent, dtype, _device(name, device)
         shape = (blocks, kv_heads, page)
         # zeros, so that rows which nobody wrote hold numbers; each pool by itself, so that compiled code sees no views
-        widths = [head_dim] * layers + [self.value_dim] * (layers if latent is None else 0)
+        apart = latent.rope if latent is not None and dtype in FP8 else 0  # rotary columns, which are no FP8
+        made = [(head_dim - apart, dtype), *([(self.value_dim, dtype)] if latent is None else [])]
+        made += [(apart, rope_dtype or torch.bfloat16)] if apart else []
         with torch.inference_mode(False):  # so that steps may be made in that mode or outside
-            pools = [torch.zeros(*shape, width, dtype=dtype, device=self.device) for width in widths]
-        self._keys, self._values = pools[:layers], pools[layers:]
+            pools = [[torch.zeros(*shape, width, dtype=kind, device=self.device) for _ in range(layers)]
+                     for width, kind in made]  # fmt: skip
+        self._keys, others = pools[0], (pools[1] if len(pools) > 1 else [])
+        self._values, self._ropes = ([], others) if apart else (others, [])
         self.scales = scales_of(self, blocks, scale, descales) if dtype in FP8 else None
         self._blocks, self._table = Blocks(blocks), Table()
         self._sequences: dict[int, _Sequence] = {}
@@ -134,7 +141,8 @@ class Cache:
         return self.latent is None
 
     def keys(self, layer: int = 0) -> Tensor:
-        """The keys of a layer, [blocks, Hkv, page, D]; of a latent cache its vectors [blocks, 1, page, rank + rope]."""
+        """The keys of a layer, [blocks, Hkv, page, D]; of a latent cache its vectors [blocks, 1, page, rank + rope],
+        where that is FP8 without the rotary columns."""
         return self._keys[self._checked_layer("keys", layer)]
 
     def values(self, layer: int = 0) -> Tensor:
@@ -143,12 +151,18 @@ class Cache:
             raise WeftError(f"{type(self).__name__}: a latent cache has no values; they come from keys(layer)")
         return self._values[self._checked_layer("values", layer)]
 
+    def ropes(self, layer: int = 0) -> Tensor | None:
+        """The rotary columns of a latent cache of FP8, [blocks, 1, page, rope], of `rope_dtype`; None in others."""
+        layer = self._checked_layer("ropes", layer)
+        return self._ropes[layer] if self._ropes else None
+
     @property
     def _pools(self) -> list[Tensor]:
         """All that belongs to blocks, as it is copied: torch copies no FP8 by an index."""
         if self.scales is None:
             return [*self._keys, *self._values]
-        return [*(pool.view(torch.uint8) for pool in (*self._keys, *self._values)), *self.scales.pools]
+        stored = (pool.view(torch.uint8) for pool in (*self._keys, *self._values))
+        return [*stored, *self._ropes, *self.scales.pools]
 
     # -- sequences ---------------------------------------------------------------------------------------------------
     def allocate(self, tokens: Iterable[int] | None = None, *, salt: Hashable = None) -> int:

@@ -29,11 +29,11 @@ class DenseCache(Cache):
         self, sequences: int, capacity: int, *, layers: int = 1, kv_heads: int | None = None,
         head_dim: int | None = None, value_dim: int | None = None, latent: Latent | None = None, dtype: torch.dtype,
         device: torch.device | str = "cpu", scale: Scale | None = None, k_descale: Given = None,
-        v_descale: Given = None,
+        v_descale: Given = None, rope_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             sequences, capacity, layers, kv_heads, head_dim, value_dim, latent, dtype, device, scale,
-            (k_descale, v_descale),
+            (k_descale, v_descale), rope_dtype,
         )  # fmt: skip
 
     def _sizes(self, blocks: int, page: int) -> dict[str, object]:

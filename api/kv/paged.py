@@ -34,14 +34,15 @@ class PagedCache(Cache):
     with `latent=`. dtype: bf16, fp16, fp32 or fp64; or torch.float8_e4m3fn or e5m2, whose rows the cache quantises as
     it appends them. scale: "token" for one descale a row and head, or "head" for one a head. A head's is given as
     k_descale and v_descale, a number or [layers, Hkv], or is twice what the first rows of a layer want. Larger numbers
-    saturate.
+    saturate. In FP8 the rotary columns of a latent cache are a tensor of their own, of rope_dtype: bf16, or what the
+    model computes in.
     """
 
     def __init__(
         self, blocks: int, *, layers: int = 1, kv_heads: int | None = None, head_dim: int | None = None,
         value_dim: int | None = None, latent: Latent | None = None, page: int = 16, dtype: torch.dtype,
         device: torch.device | str = "cpu", scale: Scale | None = None, k_descale: Given = None,
-        v_descale: Given = None,
+        v_descale: Given = None, rope_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(page, int) or not 1 <= page <= LARGEST_PAGE or page & (page - 1):
             raise WeftError(f"PagedCache: page: expected a power of two from 1 to {LARGEST_PAGE}, got {page!r}")
@@ -51,7 +52,7 @@ class PagedCache(Cache):
             )
         super().__init__(
             blocks, page, layers, kv_heads, head_dim, value_dim, latent, dtype, device,
-            scale, (k_descale, v_descale),
+            scale, (k_descale, v_descale), rope_dtype,
         )  # fmt: skip
 
     def fixed_step(self, sequences: int, length: int = 1, *, pages: int) -> Step:

@@ -70,7 +70,7 @@ class Scales:
         return [*self.k_descales, *self.v_descales]
 
     def of(self, layer: int, rows: slice | None) -> dict[str, Tensor]:
-        """Options of a call over a layer. rows: of a DenseCache, where its sequences lie."""
+        """Descales of a call over a layer. rows: of a DenseCache, where its sequences lie."""
         found = {"k_descale": self.k_descales[layer]}
         if self.v_descales:
             found["v_descale"] = self.v_descales[layer]
@@ -80,7 +80,11 @@ class Scales:
         self, cache: Cache, layer: int, key: Tensor, value: Tensor | None, slots: Tensor, has_rows: bool
     ) -> None:  # fmt: skip
         """Write new rows of a layer. has_rows: whether there are some, as far as the host knows."""
-        values, v_descale = (cache.values(layer), self.v_descales[layer]) if cache.has_values else (None, None)
+        if cache.latent is not None:
+            rank = cache.latent.rank
+            key, value, values, v_descale = key[..., :rank], key[..., rank:], cache.ropes(layer), None
+        else:
+            values, v_descale = cache.values(layer), self.v_descales[layer]
         append_quantized(
             key, value, cache.keys(layer), values, slots, self.k_descales[layer], v_descale, self.by_token
         )  # fmt: skip
@@ -123,7 +127,8 @@ class HeadScales(Scales):
                                 "outside of compiled code and captures, or give k_descale= and v_descale="
                                 )  # fmt: skip
             there = (slots >= 0)[:, None, :, None]
-            for new, made, given in zip((key, value), (self.k_descales, self.v_descales), self._given):
+            stored = key if cache.latent is None else key[..., : cache.latent.rank]
+            for new, made, given in zip((stored, value), (self.k_descales, self.v_descales), self._given):
                 if new is not None and not given:
                     top = largest(torch.where(there, new.float(), 0.0), 0).amax(0, keepdim=True)
                     made[layer].copy_(descale_of(top * ROOM, cache.dtype))

@@ -85,9 +85,14 @@ class Step:
         return found
 
     def options_of(self, layer: int = 0) -> dict[str, Any]:
-        """The same with the descales of a layer, where the cache is one of FP8."""
-        scales = self.cache.scales
-        return self._options if scales is None else self._options | scales.of(layer, self._rows)
+        """The same with what a cache of FP8 has beside the keys and values of a layer: descales, and rotary columns."""
+        scales, rope = self.cache.scales, self.cache.ropes(layer)
+        if scales is None:
+            return self._options
+        found = self._options | scales.of(layer, self._rows)
+        if rope is not None:
+            found["rope"] = rope if self._rows is None else rope[self._rows]
+        return found
 
     def append(self, layer: int, key: Tensor, value: Tensor | None = None) -> None:
         """Write the new rows of one layer: key [B, Hkv, L, D] and value [B, Hkv, L, Dv], of the cache's dtype.

@@ -60,15 +60,18 @@ class Quantizing:
     ) -> None:  # fmt: skip
         """Rows [B, H, L, D] of key and value into caches [blocks, H, page, D] of FP8, at slots int32 [B, L].
 
-        descales: [blocks, H, page, 1], which get those of the rows, or [1, H, 1, 1], which are read.
+        descales: [blocks, H, page, 1], which get those of the rows, or [1, H, 1, 1], which are read. A value without
+        one is stored as it is: rotary columns of latent vectors.
         """
         key, keys, k_descale = rows[0], caches[0], descales[0]
         value, values, v_descale = rows[1], caches[1], descales[1]
         value_width = 0
-        if value is None or values is None or v_descale is None:
-            value, values, v_descale = key, keys, k_descale
+        if value is None or values is None:
+            value, values = key, keys
         else:
             value_width = value.shape[3]
+        rotary = value_width > 0 and v_descale is None
+        v_descale = k_descale if v_descale is None else v_descale
         batches, heads, length, width = key.shape
         given = (slots, key, value, keys, values, k_descale, v_descale)
         strides = [step for t in given[1:] for step in t.stride()[:3]]
@@ -76,7 +79,7 @@ class Quantizing:
         constants = {
             "ROWS": _ROWS_OF_STEP, "KEY_WIDTH": width, "KEY_BLOCK": _power(width), "VALUE_WIDTH": value_width,
             "VALUE_BLOCK": _power(value_width), "MOST": torch.finfo(keys.dtype).max, "BY_TOKEN": by_token,
-            "ALIGNED": read & 15 == 0, "STARTS_EARLY": self._starts_early,
+            "ALIGNED": read & 15 == 0, "STARTS_EARLY": self._starts_early, "ROTARY": rotary,
         }  # fmt: skip
         programs = -(-batches * length // _ROWS_OF_STEP) * heads
         self._launch(APPEND, given, (batches * length, length, heads, keys.shape[2]), strides, constants, programs)

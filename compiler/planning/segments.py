@@ -60,19 +60,22 @@ def for_heads(head_dim: int, value_dim: int) -> Segments:
     return Segments(split(head_dim, "key"), split(value_dim, "value"))
 
 
-def for_latent(form: Literal["expanded", "absorbed"], rank: int, rope: int, nope: int, value_dim: int) -> Segments:
+def for_latent(
+    form: Literal["expanded", "absorbed"], rank: int, rope: int, nope: int, value_dim: int, apart: bool = False
+) -> Segments:  # fmt: skip
     """Segments of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
     expanded: each head has its own key of `nope` columns and value of `value_dim`; the rotary key of `rope` columns is
     a tensor of its own, shared by all heads. absorbed: the key is one cached vector a token, `rank` latent columns
-    and then `rope` rotary ones, and the value is its latent part, held as one tile because it is used whole.
+    and then `rope` rotary ones, and the value is its latent part, held as one tile because it is used whole. apart: the
+    rotary columns of that vector are a tensor of their own.
     """
     match form:
         case "expanded":
             rotary = split(rope, "rope") if rope else ()
             return Segments((*split(nope, "key"), *rotary), split(value_dim, "value"))
         case "absorbed":
-            rotary = split(rope, "key", rank) if rope else ()
+            rotary = () if not rope else split(rope, "rope") if apart else split(rope, "key", rank)
             return Segments((Segment(0, rank, "key"), *rotary), (Segment(0, rank, "value"),), value_is_key=True)
         case _:
             raise InternalError(f"segments: unknown form {form!r}")
@@ -85,4 +88,4 @@ def segments_of(attention: Attention, widths: Widths) -> Segments:
         return for_heads(widths.head_dim, widths.value_dim)
     nope = widths.head_dim - latent.rope
     form: Literal["absorbed", "expanded"] = "absorbed" if widths.value_is_key else "expanded"
-    return for_latent(form, latent.rank, latent.rope, nope, widths.value_dim)
+    return for_latent(form, latent.rank, latent.rope, nope, widths.value_dim, apart=widths.rope_dim > 0)

@@ -155,7 +155,7 @@ class Widths:
 
     head_dim: int  # of the query
     value_dim: int
-    rope_dim: int = 0  # columns of the key that come from a tensor of their own (expanded latent attention)
+    rope_dim: int = 0  # columns of the key that come from a tensor of their own (latent attention)
     value_is_key: bool = False  # the value is the first columns of the key (absorbed latent attention)
 
 
@@ -211,7 +211,7 @@ class Signature:
     def __str__(self) -> str:
         wanted = f" wanted {','.join(sorted(self.wanted))}" if self.direction == "backward" else ""
         w = self.widths
-        latent = f" rope {w.rope_dim}" if w.rope_dim else " value is key" if w.value_is_key else ""
+        latent = (f" rope {w.rope_dim}" if w.rope_dim else "") + (" value is key" if w.value_is_key else "")
         besides = (" few" if self.few_queries else "") + (" wide" if self.offsets_64 else "")
         besides += " doubles" if self.doubles else ""
         besides += f" boxed {self.boxed}" if self.boxed else ""

@@ -223,11 +223,13 @@ def check_dropout(attention: Attention, operands: Mapping[str, object]) -> None:
         raise collected(str(attention.name), problems)
 
 
-def check_no_latent(attention: Attention, uk: object, uv: object, form: object = None) -> None:
+def check_no_latent(attention: Attention, uk: object, uv: object, form: object = None, rope: object = None) -> None:
     """Raise for the options of latent attention, given to a variant that is none."""
-    given = [name for name, option in (("uk", uk), ("uv", uv), ("form", form)) if option is not None]
+    options = {"uk": uk, "uv": uv, "form": form, "rope": rope}
+    given = [name for name, option in options.items() if option is not None]
     if given:
-        what = f"{', '.join(given)}: uk, uv and form belong to variants declared with latent="
+        own = "uk, uv and form" if rope is None else "uk, uv, form and rope"
+        what = f"{', '.join(given)}: {own} belong to variants declared with latent="
         problem = Problem(option=given[0], what=f"{what}weft.Latent(rank=..., rope=...)", named=True)
         raise collected(str(attention.name), [problem])
 
@@ -266,7 +268,7 @@ def described(
         given["q_offset"] = as_number(given["q_offset"], int)
         check_q_offset(name, given["q_offset"], number, device)
     if attention.latent is None:
-        check_no_latent(attention, given.get("uk"), given.get("uv"))
+        check_no_latent(attention, given.get("uk"), given.get("uv"), rope=given.get("rope"))
     return given
 
 

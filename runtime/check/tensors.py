@@ -204,22 +204,27 @@ def _heads_problem(heads: int, kv_heads: int, paged: bool) -> Problem:
 
 # -- latent attention --------------------------------------------------------------------------------------------------
 def check_latent(
-    attention: Attention, query: Tensor, cache: Tensor, uk: Tensor | None, uv: Tensor | None, paged: bool = False
-) -> None:
+    attention: Attention, query: Tensor, cache: Tensor, uk: Tensor | None, uv: Tensor | None, paged: bool = False,
+    rope: Tensor | None = None,
+) -> None:  # fmt: skip
     """query [B, H, L, nope + rope], cache [B, 1, T, rank + rope], uk [H, rank, nope], uv [H, rank, Dv].
 
-    paged: cache [blocks, 1, page, rank + rope] is a pool.
+    paged: cache [blocks, 1, page, rank + rope] is a pool. rope: [B, 1, T, rope], or a pool; the cache has rank columns.
     """
     name, named = str(attention.name), {"query": query, "cache": cache}
+    named |= {} if rope is None else {"rope": rope}
     if problems := rank_problems(named):
         raise collected(name, problems)
     latent = attention.latent
     assert latent is not None
-    width = latent.rank + latent.rope
+    width, columns = latent.rank + latent.rope, "rank + rope" if rope is None else "rank, with rope="
+    own = width if rope is None else latent.rank
     if cache.shape[1] != 1:
-        problems.append(wrong("cache", "1 head [B, 1, T, rank + rope]", cache.shape[1]))
-    if cache.shape[3] != width:
-        problems.append(wrong("cache", f"dim {width} (rank + rope)", cache.shape[3]))
+        problems.append(wrong("cache", f"1 head [B, 1, T, {columns}]", cache.shape[1]))
+    if cache.shape[3] != own:
+        problems.append(wrong("cache", f"dim {own} ({columns})", cache.shape[3]))
+    if rope is not None:
+        problems += _rotary_problems(cache, rope, latent.rope)
     if cache.shape[0] != query.shape[0] and not paged:
         problems.append(wrong("cache", f"batch {query.shape[0]} as in query", cache.shape[0]))
     problems += kind_problems(named)
@@ -231,6 +236,18 @@ def check_latent(
         problems += _projection_problems(latent.rank, latent.rope, query, uk, uv)
     if problems := problems or known_memory_problems({**named, "uk": uk, "uv": uv}):
         raise collected(name, problems)
+
+
+def _rotary_problems(cache: Tensor, rope: Tensor, columns: int) -> list[Problem]:
+    """Of rotary columns that are a tensor of their own beside a latent cache."""
+    if not columns:
+        return [wrong("rope", "None, as the latent has no rotary columns", f"shape {list(rope.shape)}")]
+    expected = [*cache.shape[:3], columns]
+    found = [wrong("rope", f"{expected} beside the cache", list(rope.shape))] if [*rope.shape] != expected else []
+    if rope.dtype in descales.FP8:
+        how = "they have no descale: keep rotary columns in 16 bits"
+        found.append(wrong("rope", "16 or 32 bits a number", rope.dtype, how))
+    return found
 
 
 def _lone_problems(

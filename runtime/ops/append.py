@@ -76,7 +76,8 @@ def append_quantized(
     v_descale: Tensor | None, by_token: bool,
 ) -> None:  # fmt: skip
     """The same into caches of FP8. by_token: descales [blocks, H, page, 1] are those of rows, and written; else they
-    are [1, H, 1, 1], and what exceeds the largest number with them becomes it."""
+    are [1, H, 1, 1], and what exceeds the largest number with them becomes it. A value without descale is stored as it
+    is: rotary columns of latent vectors."""
     given = (key, value, keys, values, slots, k_descale, v_descale, by_token)
     if torch.compiler.is_compiling():
         torch.ops.weft.append_quantized(*given)
@@ -107,7 +108,10 @@ def _quantized_on_cpu(
     slot = slots[batch, row].long()
     block, place = slot // keys.shape[2], slot % keys.shape[2]
     for rows, pool, descale in ((key, keys, k_descale), (value, values, v_descale)):
-        if rows is None or pool is None or descale is None:
+        if rows is None or pool is None:
+            continue
+        if descale is None:
+            pool[block, :, place] = rows[batch, :, row].to(pool.dtype)
             continue
         new = rows[batch, :, row].float()
         factor = descale[0, :, 0]

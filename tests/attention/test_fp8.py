@@ -376,28 +376,6 @@ def test_a_rotation_leaves_scores_and_spreads_outliers(width: int) -> None:
         weft.fp8.rotate(query, key[..., :8])
 
 
-# -- latent attention --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("per", ["head", "token"])
-def test_a_latent_cache_of_fp8(per: str, target: str) -> None:
-    """One descale serves both products: the values are columns of the key."""
-    mla = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=64, rope=16), scale=0.1, name="mla")
-    cache = weft.fp8.quantize(poisoned((2, 1, 90, 80), torch.float32, seed=1), per=per)
-    query = poisoned((2, 4, 40, 80), QUERIES[target])
-    given = {"k_descale": cache.descale}
-    out = mla(query, cache.data, target=target, **given)
-    exact = mla.reference(query.double(), cache.data, **given)
-    check_errors(out, exact, mla.reference(query, cache.data, **given), f"latent {target}")
-    uk, uv = ((torch.randn(4, 64, width) * 0.1).to(query.dtype) for width in (24, 32))
-    query = query[..., :40]
-    exact = mla.reference(query.double(), cache.data, uk=uk.double(), uv=uv.double(), **given)
-    for form in (None, "absorbed", "expanded"):
-        out = mla(query, cache.data, uk=uk, uv=uv, form=form, target=target, **given)
-        assert (out - exact).norm() <= 2.0**-6 * exact.norm()
-    with pytest.raises(weft.WeftError, match="v_descale: the value is columns of the key here"):
-        mla(query, cache.data, uk=uk, uv=uv, form="absorbed", v_descale=1.0)
-
-
 # -- accuracy ----------------------------------------------------------------------------------------------------------
 KERNELS = {"cpu": 1e-5, "interpret": 2.0**-10}  # errors of kernels: float32, and weights of fp16
 

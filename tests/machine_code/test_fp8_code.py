@@ -40,24 +40,34 @@ def compiled(
     value_width=128,
     device="h100",
     variant=CAUSAL,
+    rope=0,
 ) -> dict[str, ahead.Kernel]:
-    """The kernels of a forward of target triton, with descales of the FP8 operands."""
+    """The kernels of a forward of target triton, with descales of the FP8 operands.
+
+    rope: rotary columns of a latent cache beside it, in bf16: then `width` is its rank, and there is no value.
+    """
     machine = by_name(device)
     rows = (q_len, 64 if sequences == "paged" else 512, 64 if sequences == "paged" else 512)
     columns = {"value": value_width}
     main = {n: torch.empty(4 if r == 64 else 1, 8 if n == "query" else 2, r, columns.get(n, width)).to(d)
             for n, r, d in zip(OF, rows, dtypes)}  # fmt: skip
     main["query"] = main["query"][:1]
+    latent = rope > 0
+    if latent:
+        main |= {"query": torch.empty(1, 128, q_len, width + rope).to(dtypes[0]), "key": main["key"][:, :1]}
+        del main["value"]
     blocks = {"head": lambda rows: 1, "token": lambda rows: rows}[per]
     given = {OF[n]: torch.ones(1 if blocks(t.shape[2]) == 1 else t.shape[0], t.shape[1], blocks(t.shape[2]), 1)
              for n, t in main.items() if t.dtype in (E4M3, E5M2)}  # fmt: skip
+    main.setdefault("value", None)
     read = read_by_kernels("causal", main, PLAIN.having(**given), sequences == "paged")
     lens = torch.zeros(2, dtype=torch.int32)
     kinds = {
         "dense": Dense(0), "lengths": Lengths(None, lens[1:], None), "packed": Packed(lens, lens, None),
         "paged": Paged(None, lens[1:], torch.zeros(1, 4, dtype=torch.int32), 64, None),
     }  # fmt: skip
-    call = Call(main["query"], main["key"], main["value"], None, {}, kinds[sequences], Choices(), width, read)
+    rotary = main["key"].new_empty(*main["key"].shape[:3], rope, dtype=torch.bfloat16) if latent else None
+    call = Call(main["query"], main["key"], main["value"], rotary, {}, kinds[sequences], Choices(), width, read)
     signature = replace(signature_of_call(facts_of(variant), "forward", call), arch=machine.arch)
     out, lse = (p.beside(call.query) for p in variant_of(variant).forward_places(*[*main.values()], call.choices))
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
@@ -94,6 +104,18 @@ def test_no_product_of_fp8_operands_is_asynchronous_on_sm_90(widths, dtypes, seq
     assert all(not kernel.count("wgmma") for kernel in found.values())
     (own,) = (kernel for name, kernel in found.items() if name in ("flash_forward", "split_forward"))
     assert own.count(r"mma\.sync") > 0
+
+
+@pytest.mark.parametrize("per", ["head", "token"])
+@pytest.mark.parametrize(("sequences", "q_len"), [("dense", 1), ("paged", 1), ("packed", 256)])
+def test_rotary_columns_of_a_latent_cache_stay_in_bf16(sequences: str, q_len: int, per: str) -> None:
+    """Their product is one of bf16 beside that of converted columns, which no descale reaches."""
+    mla = weft.Attention(mask=weft.masks.causal, latent=weft.Latent(512, 64), scale=0.1, name="mla")
+    given = {"schedule": "split_kv" if q_len == 1 else None, "sequences": sequences, "q_len": q_len, "per": per}
+    found = compiled((torch.bfloat16, E4M3, E4M3), width=512, variant=mla, rope=64, **given)
+    (own,) = (kernel for name, kernel in found.items() if name in ("flash_forward", "split_forward"))
+    assert own.count(r"cvt\.rn\.f16x2\.e4m3x2") > 0
+    assert own.count(r"mma\.sync[\w.]*\.bf16\.bf16\.f32") > 0 < own.count(r"mma\.sync[\w.]*\.f16\.f16\.f32")
 
 
 @pytest.mark.parametrize("tile", ["64x64w4s3", "128x64w8s3"])
@@ -147,7 +169,7 @@ def test_appended_rows_are_quantised_in_the_launch_that_appends(by_token: bool) 
     tensors = {"slots": torch.int32, "key": torch.bfloat16, "value": torch.bfloat16, "keys": E4M3, "values": E4M3,
                "k_descale": torch.float32, "v_descale": torch.float32}  # fmt: skip
     constants = {"ROWS": 8, "KEY_WIDTH": 128, "KEY_BLOCK": 128, "VALUE_WIDTH": 128, "VALUE_BLOCK": 128, "MOST": 448.0,
-                 "BY_TOKEN": by_token, "ALIGNED": True, "STARTS_EARLY": True}  # fmt: skip
+                 "BY_TOKEN": by_token, "ALIGNED": True, "STARTS_EARLY": True, "ROTARY": False}  # fmt: skip
     made = quantizer("append_quantized", tensors, constants)
     assert made.count(r"griddepcontrol\.wait") == made.count(r"griddepcontrol\.launch_dependents") == 1
     assert made.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") > 0 and not made.spilled

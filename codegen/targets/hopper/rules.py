@@ -114,6 +114,7 @@ LATENT = (
         ),
     ),
     Refusal(lambda c: c.signature.sequences.keys.packed, f"packed keys of latent caches are {_BY_TRITON}"),
+    Refusal(lambda c: c.widths.rope_dim, f"latent caches with rotary columns apart are {_BY_TRITON}"),
     Refusal(lambda c: c.attention.drops, f"latent caches with dropout are {_BY_TRITON}"),
     Refusal(
         lambda c: c.facts.traits.measured is not None,
