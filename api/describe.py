@@ -272,7 +272,7 @@ def planned(
     return PlannedCall(
         facts_of(attention), r.sizes, _with_threads(r.machine),
         {each.code.signature.direction: each.code for each in found}, r.sequences is not None, options.get("q_offset"),
-        None if visible is None else visible.count,
+        None if visible is None else visible.count, r.free,
     )  # fmt: skip
 
 

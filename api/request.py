@@ -189,6 +189,7 @@ class Request(NamedTuple):
     backward: driver.Resolved | None  # None where there is no backward
     notes: tuple[str, ...]
     short: driver.Resolved | None = None  # of short sequences, where those of `forward` are long ones
+    free: bool = True  # no schedule is asked for; said of calls with a backward
 
     @property
     def targets(self) -> list[Target]:
@@ -296,7 +297,7 @@ def request_of(
             raise
         return Request(found, sizes, head_dim, machine, forward, None, (*forward.notes, f"no backward: {error}"), short)
     notes = tuple(dict.fromkeys((*forward.notes, *backward.notes, *([first] if first else []))))
-    return Request(found, sizes, head_dim, machine, forward, backward, notes)
+    return Request(found, sizes, head_dim, machine, forward, backward, notes, free=schedule is None)
 
 
 def _of_fp8(

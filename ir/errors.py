@@ -86,6 +86,12 @@ class UnavailableError(WeftError, NotImplementedError):
     """A target or capability that cannot be used here; the message says why and what to use instead."""
 
 
+def second_derivative(name: str) -> WeftError:
+    return WeftError(
+        f"{name}: second derivatives are not available; use {name}.reference(...), which torch can differentiate twice"
+    )
+
+
 def shown(value: object) -> str:
     """A value in a message; an int of thousands of digits by its size, as Python refuses to print it.
 

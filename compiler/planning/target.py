@@ -152,6 +152,7 @@ class PlannedCall(NamedTuple):
     ragged: bool  # sequences have lengths of their own
     q_offset: object  # of a dense call
     visible: int | None  # pairs that see each other, where that is known
+    free: bool = True  # no schedule is asked for
 
 
 class Said(NamedTuple):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...codegen.torch_private import named, stands_for_many
-from ...ir.errors import UnavailableError, WeftError, collected
+from ...ir.errors import UnavailableError, WeftError, collected, second_derivative
 from ...ir.expr import Scalar
 from .. import ending, flops
 from ..call import MAIN, SCHEMA, SLOTS, Arguments, BackwardCall, Call, call_of, parse_choices
@@ -30,7 +30,6 @@ from ..check.operands import share_problems
 from ..run.gradients import contiguous_like, rows_like
 from ..run.variant import Variant, check_trainable, variant_of_text
 from ..settings import default_target
-from .transforms import second_derivative
 
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
 _LIBRARY.define(f"attention({SCHEMA}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))

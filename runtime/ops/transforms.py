@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ...ir.errors import UnavailableError, WeftError
+from ...ir.errors import UnavailableError, second_derivative
 from ...ir.walk import symbols
 from ..call import MAIN, SLOTS, Arguments, Call, arguments_of
 from ..run.variant import Variant, check_trainable
@@ -146,12 +146,6 @@ class _Gradients(torch.autograd.Function):
         if axes is not None:
             axes = [0, rest.statistics_axis, 0, rest.statistics_axis, *axes]
         return _mapped(info.batch_size, dims, tensors, gradients, axes, (0,) * len(wanted))
-
-
-def second_derivative(name: str) -> WeftError:
-    return WeftError(
-        f"{name}: second derivatives are not available; use {name}.reference(...), which torch can differentiate twice"
-    )
 
 
 def _mapped(

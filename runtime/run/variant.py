@@ -180,10 +180,15 @@ class Variant:
 
     def own_again(self, call: Call, known: Known) -> tuple[Tensor, Any] | None:
         """The same of a call that fits what is known."""
+        repeats = self.repeats
         if self._sizes.needed and (not known.checked or checks_values()):
             self._sizes.check(call)
         found: tuple[Tensor, Any] | None = known.record(call)  # type: ignore[misc]
-        self.repeats.hits += found is not None
+        if known.look is None:
+            repeats.hits += found is not None
+        elif found is not None:
+            with torch.no_grad():  # as in forward_own
+                repeats.grew(known, call)
         return found
 
     def forward_places(
@@ -320,7 +325,7 @@ def _look(repeats: Repeats, ready: Prepared, call: Call) -> None:
         keys_decide = is_short_call(rows, rows, masked) != is_short_call(rows, rows + 1, masked)
         if (ready.by_length and keys_decide) or ready.timed:
             fits = lambda c: found.fits(c) and ready.serves(c)  # noqa: E731
-        repeats.growing = Known(fits, found.launch, ready.measures, recorded, look, found.keeping)
+        repeats.growing = Known(fits, found.launch, ready.measures, recorded, look, found.keeping, found.record)
 
 
 def _like(ready: Prepared, call: Call) -> Any:

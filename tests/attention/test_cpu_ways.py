@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
 from weft.codegen import at_once, products
+from weft.ir.errors import WeftError
 from weft.runtime.run.variant import variant_of
 
 from ..support import through_python
@@ -339,9 +340,6 @@ def _check(way: Way, name: str, dtype: torch.dtype, direction: str, monkeypatch:
     assert times > 2, f"{way.function} was taken by {times} inputs"
 
 
-@pytest.mark.xfail(
-    strict=False, reason="torch records no call for now: second derivatives were not refused, plans named tiles"
-)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("learns", [False, True])
@@ -479,12 +477,60 @@ def test_a_plan_says_which_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
     keep_weights(monkeypatch)
     sizes, longer = (weft.shape(heads=2, q_len=n, head_dim=16, dtype="fp32") for n in (64, 512))
     words = "the backward of this call takes the weights that its forward kept"
-    assert words in " ".join(VARIANTS["seen"].explain(sizes, x=0.25, device="cpu").split())
+    assert words in " ".join(VARIANTS["seen"].explain(sizes, x=0.25, device="cpu", schedule="flash").split())
+    assert words in " ".join(VARIANTS["alibi"].explain(sizes, x=0.25, device="cpu").split())
     assert words not in " ".join(VARIANTS["seen"].explain(longer, x=0.25, device="cpu").split())
     assert words not in " ".join(VARIANTS["softcap"].explain(sizes, x=0.25, device="cpu").split())
     if products.takes_masks():
         plan = VARIANTS["seen"].plan(sizes, x=0.25, device="cpu")
         assert all(kernel.computed_whole and kernel.bound == "torch" for kernel in plan.kernels)
+
+
+def test_a_plan_says_what_torch_records() -> None:
+    """As calls do: not where a schedule is asked for, and only where their output alone is wanted."""
+    words = "torch itself records this call where its output alone is wanted"
+    seen = torch.ones(800, 800, dtype=torch.bool)
+    for length, dtype in ((64, "fp32"), (800, "fp32"), (64, "bf16")):
+        for schedule in (None, "flash"):
+            sizes = weft.shape(heads=HEADS, kv_heads=KV_HEADS, q_len=length, head_dim=DIM, dtype=dtype)
+            given = {"x": 0.25, "seen": seen[:length, :length], "schedule": schedule}
+            says = words in " ".join(VARIANTS["seen"].explain(sizes, device="cpu", **given).split())
+            type_of = torch.float32 if dtype == "fp32" else torch.bfloat16
+            tensors = [torch.randn(1, n, length, DIM, dtype=type_of) for n in (HEADS, KV_HEADS, KV_HEADS)]
+            for times in range(3):
+                _, is_torchs = without_lse(VARIANTS["seen"], tensors, given, [], target="cpu")
+                assert is_torchs == says, f"{length}, {dtype}, {schedule}, call {times}"
+
+
+@pytest.mark.parametrize("name", ("full", *SHORT))
+def test_second_derivatives_of_what_torch_records_are_refused(name: str) -> None:
+    """In our words, whether a call is the first or is known; first derivatives with a graph are what they are."""
+    tensors, operands = drawn(VARIANTS[name], CASES["scale 0"], torch.float32)
+    operands["x"] = 0.25
+    leaves = [t.requires_grad_() for t in tensors]
+    for _ in range(3):
+        out = VARIANTS[name](*leaves, target="cpu", **operands)
+        plain = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+        first = torch.autograd.grad(out.sum(), leaves, create_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(plain, first, strict=True))
+        with pytest.raises(WeftError, match=f"second derivatives are not available; use ways_{name}.reference"):
+            torch.autograd.grad(first[0].sum(), leaves)
+
+
+def test_layers_of_two_layouts_are_computed_again_as_they_were() -> None:
+    """Those whose layouts differ in the number of keys are known together, and recorded as the first ones."""
+    variant, seen = VARIANTS["seen"].replace(name="again_two"), torch.ones(48, 48, dtype=torch.bool)
+    query = torch.randn(2, HEADS, 40, DIM, requires_grad=True)
+    keys = {n: [torch.randn(2, KV_HEADS, n, DIM, requires_grad=True) for _ in range(2)] for n in (40, 48)}
+
+    def layer(x: Tensor, length: int) -> Tensor:
+        return variant(x, *keys[length], x=0.25, seen=seen, q_offset=0, target="cpu")
+
+    out = query
+    for turn in range(12):
+        out = checkpoint(layer, out, (40, 48)[turn % 2], use_reentrant=False)
+        assert "Recorded" not in layer(query, 40).grad_fn.name()
+    assert torch.autograd.grad(out.sum(), query)[0].isfinite().all()
 
 
 def test_weights_are_kept_where_a_backward_follows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ from ....compiler.planning.sources import DENSE
 from ....ir.expr import TensorOperand
 from ... import torch_private
 from ..binding import Packer, fitting, function, like
-from .own import OwnKernel, strides_like
-from .ways import Again, Guard, Ways
+from .own import Own, OwnKernel, strides_like
+from .ways import Again, Guard, Ways, nothing_yet
 
 MAIN = ("query", "key", "value")  # whose gradients torch's own kernel has
 _FARTHEST = 2**30  # offset of a query
@@ -35,6 +35,7 @@ class CpuWays:
     def __init__(self, module: ModuleType, code: CodePlan, facts: Facts) -> None:
         self.module, self.code, self.facts = module, code, facts
         self.own: OwnKernel | None = None
+        self.recorded: Callable[[Any], Any] = nothing_yet
         self.guard = torch_private.guard  # what tells whether tensors are like others; None: nothing does
         self.pair = "2, " if facts.scores_lie_far else ""  # statistics of a row
         parameters = facts.attention.parameters
@@ -62,7 +63,9 @@ class CpuWays:
             found = found._replace(keeping=self._keeping())
         if hasattr(module, "BY_TORCH"):
             self.own = None if self.sink else OwnKernel(module, self.facts, self.in_tiles)
-            found = found._replace(like=self._like, growing=partial(self._like, grows=True))
+            if self.own is not None:
+                self.recorded = self._recorded(self.own)
+            found = found._replace(like=self._like, growing=partial(self._like, grows=True), recorded=self.recorded)
         return found
 
     # -- a forward whose operands fit ----------------------------------------------------------------------------------
@@ -103,11 +106,12 @@ class CpuWays:
         """From a call to its output, where torch records the gradients."""
         _, packed, _ = self._packed()
         text = [
-            "def recorded(call):", *packed, "    sizes = batches, heads, kv_heads, q_len, kv_len, call.head_dim",
+            "def recorded(call):", "    if not is_free(call):", "        return None", *packed,
+            "    sizes = batches, heads, kv_heads, q_len, kv_len, call.head_dim",
             "    found = own.of(query, key, value, call.operands, q_offset, sizes)",
             "    return None if found.record is None else found.record(call)",
         ]  # fmt: skip
-        return self._made("recorded", text, own=own)
+        return self._made("recorded", text, own=own, is_free=self._is_free)
 
     def _packed(self) -> tuple[dict[str, str], list[str], str]:
         """Texts of the output, of what takes a call apart and leaves where operands do not fit, and of the operands."""
@@ -152,10 +156,16 @@ class CpuWays:
             return None
         launch, keeping = self._launches(call, ways, sizes, grows)
         query, key, value, *_ = given
-        own = None if grows or self.own is None else self.own.of(query, key, value, call.operands, q_offset, sizes)
+        own = Own(None, None) if self.own is None else Own(None, self.recorded)
+        if self.own is not None and not grows:
+            own = self.own.of(query, key, value, call.operands, q_offset, sizes)
         kept = keeping if hasattr(self.module, "attended_at_once") else None
-        by_own = None if own is None else own.launch
-        return Again(fits, by_own or launch, kept, None, checked=not grows)
+        by_own, record = own
+        return Again(fits, by_own or launch, kept, record if self._is_free(call) else None, checked=not grows)
+
+    def _is_free(self, call: Any) -> bool:
+        """Whether nobody asked for a schedule, and none was timed for such calls: torch may record them."""
+        return call.choices.schedule is None and self.code.signature.lengths is None
 
     def _fits(self, call: Any, guard: Guard, grows: bool) -> Callable[[Any], bool] | None:
         """Whether a call is like this one; None where none would be."""

@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from ....compiler.analysis.tiles.facts import Facts
+from ....ir.errors import second_derivative
 from ....ir.walk import symbols
 from ...at_once import LEAST_WEIGHT, Sizes, records_at_once, weighs_at_once
 from ...products import (
@@ -42,13 +43,36 @@ MaskOf = Callable[[Operands], Tensor]
 
 
 Computed = tuple[Tensor, Any]  # out, and its log-sum-exp where that is known
+Record = Callable[[Any], Computed | None]
+
+
+class _Once(torch.autograd.Function):
+    """Gradients as they are, which are not differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.name = name
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+        raise second_derivative(ctx.name)
+
+
+def _once(name: str) -> Callable[..., tuple[Tensor | None, ...] | None]:
+    """A hook on what torch records: of its own kernel, torch would refuse them in words that name a private op."""
+
+    def hook(gradients: tuple[Tensor | None, ...], above: object) -> tuple[Tensor | None, ...] | None:
+        return _Once.apply(name, *gradients) if torch.is_grad_enabled() else None
+
+    return hook
 
 
 class Own(NamedTuple):
     """What computes a call and those like it, each None where it does not."""
 
-    launch: Callable[[Any], Computed | None] | None  # with the log-sum-exp; None where that is not what it has to be
-    record: Callable[[Any], Computed | None] | None  # with gradients that torch records
+    launch: Record | None  # with the log-sum-exp; None where that is not what it has to be
+    record: Record | None  # with gradients that torch records
 
 
 def strides_like(query: Tensor, width: int) -> tuple[int, ...]:
@@ -66,12 +90,29 @@ def axes_of_mask(facts: Facts) -> frozenset[str]:
     return frozenset(axis for axis in ("batch", "head") if read & {axis, f"kv_{axis}"})
 
 
+def numbers_of_mask(axes: frozenset[str], sizes: Sizes) -> int:
+    """Of a mask that differs by these axes."""
+    batch, heads, _, q_len, kv_len, _ = sizes
+    return (batch if "batch" in axes else 1) * (heads if "head" in axes else 1) * q_len * kv_len
+
+
+def records_with_mask(dtype: torch.dtype, of_a_head: int) -> bool:
+    """Whether torch records its own kernel where that is handed a mask. of_a_head: queries times keys times columns."""
+    return dtype.itemsize > 2 and of_a_head < short_head_with_mask(dtype)
+
+
+def in_one_order(by_distance: bool, numbers: int) -> bool:
+    """Whether torch adds up gradients of what a mask of so many numbers reads in one order: in threads it does not, of
+    many places. by_distance: what is added is found once for each distance."""
+    return torch.get_num_threads() == 1 or by_distance or numbers < GRAIN
+
+
 class OwnKernel:
     """torch's own kernel for calls of one module."""
 
     def __init__(self, module: ModuleType, facts: Facts, in_tiles: bool) -> None:
         self.module, self.far, self.in_tiles = module, facts.scores_lie_far, in_tiles
-        self.axes = axes_of_mask(facts)
+        self.axes, self.once = axes_of_mask(facts), _once(str(facts.attention.name))
         self.whole = hasattr(module, "attended_as_a_whole")
         self.masked, self.weighs = hasattr(module, "attended_with_a_mask"), hasattr(module, "attended_at_once")
 
@@ -96,7 +137,21 @@ class OwnKernel:
         # torch's kernel computes all three gradients, tiles those that are wanted
         few = sizes[0] * sizes[1] * sizes[3] * sizes[4] <= VERY_SHORT
         wants_all = query.requires_grad and key.requires_grad and value.requires_grad
-        return found if few or wants_all else Own(found.launch, None)
+        return Own(found.launch, self._refusing(found.record) if few or wants_all else None)
+
+    def _refusing(self, record: Record | None) -> Record | None:
+        """The same, whose gradients are not differentiated again."""
+        if record is None:
+            return None
+        once = self.once
+
+        def refusing(call: Any) -> Computed | None:
+            found = record(call)
+            if found is not None and (node := found[0].grad_fn) is not None:
+                node.register_hook(once)
+            return found
+
+        return refusing
 
     def _whole(self, query: Tensor, scale: float, run: tuple[int, int, bool], sizes: Sizes) -> Own:
         (batch, heads, _, q_len, kv_len, head_dim), (first, end, up_to_own) = sizes, run
@@ -119,9 +174,8 @@ class OwnKernel:
 
     def _with_mask(self, query: Tensor, mask_of: MaskOf, scale: float, sizes: Sizes) -> Own:
         batch, heads, _, q_len, kv_len, head_dim = sizes
-        numbers = (batch if "batch" in self.axes else 1) * (heads if "head" in self.axes else 1) * q_len * kv_len
         of_a_head, rows = q_len * kv_len * head_dim, batch * heads * q_len
-        if of_a_head >= short_head_with_mask() or not 0 < numbers <= MOST_OF_A_MASK:
+        if of_a_head >= short_head_with_mask() or not 0 < numbers_of_mask(self.axes, sizes) <= MOST_OF_A_MASK:
             return Own(None, None)
         attend, made, far, most = own_attention(), Made(mask_of), self.far, NEAR_0 if self.far else FINITE
         assert attend is not None
@@ -142,16 +196,13 @@ class OwnKernel:
         def record(call: Any) -> Computed | None:
             return None if made(call.operands)[1] else launch(call)
 
-        is_short = query.dtype.itemsize > 2 and of_a_head < short_head_with_mask(query.dtype)
-        return Own(launch, record if is_short else None)
+        return Own(launch, record if records_with_mask(query.dtype, of_a_head) else None)
 
-    def _weighed(
-        self, query: Tensor, mask_of: MaskOf, scale: float, sizes: Sizes
-    ) -> Callable[[Any], Computed | None] | None:  # fmt: skip
+    def _weighed(self, query: Tensor, mask_of: MaskOf, scale: float, sizes: Sizes) -> Record | None:
         """A product, a softmax and a product, of a call whose operands want gradients."""
         batch, heads, kv_heads, q_len, kv_len, _ = sizes
         pairs, rows = (batch, heads, q_len, kv_len), batch * kv_heads
-        if not self.weighs or query.dtype.itemsize == 2 or not records_at_once(sizes):
+        if not self.weighs or not records_at_once(sizes, query.dtype):
             return None
 
         def record(call: Any) -> Computed | None:
@@ -169,11 +220,7 @@ class OwnKernel:
         return record
 
     def _adds_in_order(self, mask_of: MaskOf, operands: Operands, sizes: Sizes) -> bool:
-        """Whether torch adds up gradients of what a mask reads in one order: in threads it does not, of many places."""
-        if torch.get_num_threads() == 1 or hasattr(self.module, "by_distance"):
-            return True
-        batch, heads, _, q_len, kv_len, _ = sizes
-        if (batch if "batch" in self.axes else 1) * (heads if "head" in self.axes else 1) * q_len * kv_len < GRAIN:
+        if in_one_order(hasattr(self.module, "by_distance"), numbers_of_mask(self.axes, sizes)):
             return True
         with torch.no_grad():
             mask = mask_of(operands)

@@ -30,7 +30,7 @@ from ... import at_once, products
 from ...dialects import is_uniform
 from ...functions import TORCH_LANGUAGE, surveyed_by_torch
 from ...launch.allocating import keep_tiles_at_hand
-from ...launch.fast.own import axes_of_mask
+from ...launch.fast.own import axes_of_mask, in_one_order, numbers_of_mask, records_with_mask
 from ...loader import load
 from ...normalizers import lacks
 from ...products import one_dnn_linear, own_attention, own_backward
@@ -57,7 +57,7 @@ class CpuTarget:
         return ()
 
     def says(self, call: PlannedCall) -> Said:
-        known = computes_whole, short_heads, heads_with_mask, mask_numbers, keeps_weights, kind_of_mask
+        known = computes_whole, short_heads, heads_with_mask, mask_numbers, keeps_weights, records_mask, kind_of_mask
         return said(call, OwnKernel(*known))
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
@@ -133,7 +133,7 @@ def _score_told(code: CodePlan, facts: Facts) -> context.Score:
     return context.Score(
         attention_text=str(facts.attention),
         uniform=scale is not None and is_uniform(scale),
-        by_distance=facts.scale_and_rest is not None and of_distance(facts.scale_and_rest[1]) is not None,
+        by_distance=_by_distance(facts),
         settles=_settles(facts, code.signature),
         score_by_batch="batch" in read,
         rows_first="head" in read and "batch" not in read,
@@ -262,18 +262,43 @@ def heads_with_mask(code: CodePlan, facts: Facts) -> int:
     return products.short_head_with_mask(backward_in)
 
 
-def mask_numbers(facts: Facts, batch: int, heads: int, q_len: int, kv_len: int) -> int:
+def mask_numbers(facts: Facts, sizes: at_once.Sizes) -> int:
     """Of the mask that torch's own attention is handed; 0 where it is handed none."""
-    if not _adds_to_products(facts):
-        return 0
-    axes = axes_of_mask(facts)
-    return (batch if "batch" in axes else 1) * (heads if "head" in axes else 1) * q_len * kv_len
+    return numbers_of_mask(axes_of_mask(facts), sizes) if _adds_to_products(facts) else 0
 
 
-def keeps_weights(code: CodePlan, facts: Facts, sizes: at_once.Sizes) -> bool:
-    """Whether the backward of a dense call takes the weights that its forward kept."""
-    dtype = dtype_named(code.signature.dtype).torch
-    return weighs_short(facts, code.signature) and at_once.weighs_at_once(sizes, dtype, keeps=True)
+def keeps_weights(code: CodePlan, facts: Facts, sizes: at_once.Sizes, free: bool) -> bool:
+    """Whether the backward of a dense call takes the weights that its forward kept. free: no schedule is asked for."""
+    dtype, signature = dtype_named(code.signature.dtype).torch, code.signature
+    if not weighs_short(facts, signature):
+        return False
+    recorded = (
+        not signature.wanted <= _PRODUCTS.keys()
+        and _may_be_recorded(facts, signature, free)
+        and in_one_order(_by_distance(facts), mask_numbers(facts, sizes))
+        and at_once.records_at_once(sizes, dtype)
+    )
+    return recorded or at_once.weighs_at_once(sizes, dtype, keeps=True)
+
+
+def records_mask(code: CodePlan, facts: Facts, sizes: at_once.Sizes, free: bool) -> bool:
+    """Whether torch itself records a dense call whose output alone is wanted, as its own attention with a mask."""
+    signature, (_, _, _, q_len, kv_len, head_dim) = code.signature, sizes
+    if not (_may_be_recorded(facts, signature, free) and _takes_a_mask(facts, signature) and products.takes_masks()):
+        return False
+    numbers = mask_numbers(facts, sizes)
+    return 0 < numbers <= products.MOST_OF_A_MASK and records_with_mask(
+        dtype_named(signature.dtype).torch, q_len * kv_len * head_dim
+    )
+
+
+def _may_be_recorded(facts: Facts, signature: Signature, free: bool) -> bool:
+    """Whether torch itself may record a call: not where tiles were asked for, or timed, or there is a sink."""
+    return free and signature.lengths is None and facts.attention.folded_sink is None
+
+
+def _by_distance(facts: Facts) -> bool:
+    return facts.scale_and_rest is not None and of_distance(facts.scale_and_rest[1]) is not None
 
 
 def _own(direction: Direction) -> Callable[..., Any] | None:

@@ -11,6 +11,10 @@ from ...products import ANY_LENGTH
 from .choice import own_seconds
 from .cost import OwnWay, beside_products, causal_fraction
 
+RECORDED = (
+    "torch itself records this call where its output alone is wanted; else its backward may take the weights that its "
+    "forward kept"
+)
 PRODUCTS_OF_WEIGHTS = 4 / 5  # of a backward's, where the forward kept the weights
 
 
@@ -22,6 +26,7 @@ class OwnKernel(NamedTuple):
     heads_with_mask: Callable[..., int]
     mask_numbers: Callable[..., int]
     keeps_weights: Callable[..., bool]
+    records_mask: Callable[..., bool]
     kind_of_mask: Callable[..., str]
 
 
@@ -34,7 +39,8 @@ def said(call: PlannedCall, known: OwnKernel) -> Said:
 
 class _Words:
     def __init__(self, call: PlannedCall, known: OwnKernel) -> None:
-        self.call, self.known = call, known
+        self.call, self.known, x = call, known, call.sizes
+        self.sizes = (x.batch, x.heads, x.kv_heads, x.q_len, x.kv_len, x.head_dim)
 
     def sees_all(self) -> bool:
         """Whether every query of the call sees all keys, or all up to its own under a causal mask."""
@@ -53,15 +59,15 @@ class _Words:
         if self.call.ragged:
             return {}
         found: dict[Direction, float] = {}
-        facts, x = self.call.facts, self.call.sizes
+        facts, x, weighs = self.call.facts, self.call.sizes, self._weighs()
         scores, pairs = x.q_len * x.kv_len * x.head_dim, x.batch * x.heads * x.q_len * x.kv_len
         for direction, code in self.call.codes.items():
             whole = self.known.computes_whole(code, facts) or scores < self.known.short_heads(code, facts)
             way: OwnWay = "mask"
-            share, numbers = 1.0, self.known.mask_numbers(facts, x.batch, x.heads, x.q_len, x.kv_len)
+            share, numbers = 1.0, self.known.mask_numbers(facts, self.sizes)
             if whole and self.sees_all():
                 way, share = "whole", 1.0 if self.call.visible == pairs else causal_fraction(x.kv_len)
-            elif direction == "backward" and self._keeps_weights():
+            elif direction == "backward" and weighs:
                 way, share, numbers = "weights", PRODUCTS_OF_WEIGHTS, pairs
             elif scores >= self.known.heads_with_mask(code, facts):
                 continue
@@ -71,30 +77,26 @@ class _Words:
                 found[direction] = seconds + beside_products(way, direction, rows, numbers, self.call.machine)
         return found
 
-    def _keeps_weights(self) -> bool:
-        """Whether the backward of the call takes the weights that its forward kept."""
-        code, x = self.call.codes.get("backward"), self.call.sizes
-        if code is None or self.call.ragged:
-            return False
-        return self.known.keeps_weights(
-            code, self.call.facts, (x.batch, x.heads, x.kv_heads, x.q_len, x.kv_len, x.head_dim)
-        )
+    def _backward_has(self, kind: Callable[..., bool]) -> bool:
+        """Whether there is a backward of a dense call, and it is of this kind."""
+        code = self.call.codes.get("backward")
+        return code is not None and not self.call.ragged and kind(code, self.call.facts, self.sizes, self.call.free)
+
+    def _weighs(self) -> bool:
+        """Whether its backward takes the weights that its forward kept."""
+        return not self._backward_has(self.known.records_mask) and self._backward_has(self.known.keeps_weights)
 
     def of_whole(self, own: Mapping[Direction, float]) -> tuple[str, ...]:
         """Which calls have no tiles on a CPU, and whether the described one is such."""
-        if "backward" in own and self._keeps_weights():
+        if "backward" in own and self._weighs():
             kept = "the backward of this call takes the weights that its forward kept"
             rest: dict[Direction, float] = {
                 direction: seconds for direction, seconds in own.items() if direction != "backward"
             }
             return (f"{kept}: of tiles are all figures but its time", *self.of_whole(rest))
         if own:
-            both = " and the ".join(own)
-            lse = "; its backward has tiles where a gradient of the log-sum-exp arrives" if "backward" in own else ""
-            words = (
-                f"the {both} of this call {'are' if len(own) > 1 else 'is'} torch's own kernel, which is the faster one"
-            )
-            return (f"{words}: of tiles are all figures but its time{lse}", *self._computed_short())
+            recorded = "backward" in own and self._backward_has(self.known.records_mask)
+            return (*[RECORDED] * recorded, *self._of_own(own))
         directions = [
             direction for direction, code in self.call.codes.items() if self.known.computes_whole(code, self.call.facts)
         ]
@@ -110,6 +112,12 @@ class _Words:
             words += ", and so is its backward" * (len(directions) > 1)
             words += " where no gradient of the log-sum-exp arrives"
         return (f"{words}; figures are of tiles", *self._computed_short())
+
+    def _of_own(self, own: Mapping[Direction, float]) -> tuple[str, ...]:
+        both, are = " and the ".join(own), "are" if len(own) > 1 else "is"
+        lse = "; its backward has tiles where a gradient of the log-sum-exp arrives" if "backward" in own else ""
+        words = f"the {both} of this call {are} torch's own kernel, which is the faster one"
+        return (f"{words}: of tiles are all figures but its time{lse}", *self._computed_short())
 
     def _computed_short(self) -> tuple[str, ...]:
         """Which calls have none although tiles are faster in longer ones."""
