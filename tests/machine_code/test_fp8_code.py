@@ -10,9 +10,6 @@ import torch
 
 pytest.importorskip("triton")
 import weft
-from weft.codegen.ahead import Compilation
-from weft.codegen.launch.launching import parameters_of
-from weft.codegen.loader import without_holes
 from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.planning.machines.hardware import by_name
 from weft.runtime.call import Call, Choices, Dense, Lengths, Packed, Paged
@@ -22,7 +19,7 @@ from weft.runtime.options import PLAIN
 from weft.runtime.run.key import signature_of_call
 from weft.runtime.run.variant import variant_of
 
-from . import ahead
+from . import ahead, fixed
 
 pytestmark = pytest.mark.compiles
 
@@ -145,20 +142,10 @@ def test_early_cards_have_no_e4m3_and_say_so() -> None:
 
 
 # -- kernels that quantise ---------------------------------------------------------------------------------------------
-def quantizer(name: str, tensors: dict[str, torch.dtype], constants: dict[str, object]) -> ahead.Kernel:
-    """A kernel of templates/triton/quantize.py.jinja for an H100."""
-    kernel = getattr(without_holes("quantize", False), name)
-    sizes = {n: 1 << 40 if "_s" in n else 1 for n in parameters_of(kernel)[0] if n not in tensors}
-    return ahead.compile_ahead(Compilation(kernel, tensors | sizes | constants, {"num_warps": 4}), by_name("h100"))
-
-
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize(("rows", "share"), [(32, 1), (64, 64)])
 def test_a_tensor_is_read_once_by_wide_loads(rows: int, share: int, columns: bool) -> None:
-    tensors = {"x": torch.bfloat16, "data": E4M3, "descale": torch.float32, "largest": torch.float32}
-    constants = {"ROWS": rows, "SHARE": share, "WIDTH": 128, "BLOCK": 128, "MOST": 448.0, "PASS": 0,
-                 "OF_TENSOR": False, "COLUMNS": columns, "ALIGNED": True}  # fmt: skip
-    made = quantizer("quantize_rows", tensors, constants)
+    made = fixed.quantize_rows(rows, share, columns)
     assert made.count(r"ld\.global\.v4") == made.count(r"ld\.global") > 0 and not made.spilled
     assert made.count(r"st\.global\.v[24]") > 0  # of the numbers; descales are one a row, or a block
     assert made.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") > 0
@@ -166,11 +153,7 @@ def test_a_tensor_is_read_once_by_wide_loads(rows: int, share: int, columns: boo
 
 @pytest.mark.parametrize("by_token", [False, True])
 def test_appended_rows_are_quantised_in_the_launch_that_appends(by_token: bool) -> None:
-    tensors = {"slots": torch.int32, "key": torch.bfloat16, "value": torch.bfloat16, "keys": E4M3, "values": E4M3,
-               "k_descale": torch.float32, "v_descale": torch.float32}  # fmt: skip
-    constants = {"ROWS": 8, "KEY_WIDTH": 128, "KEY_BLOCK": 128, "VALUE_WIDTH": 128, "VALUE_BLOCK": 128, "MOST": 448.0,
-                 "BY_TOKEN": by_token, "ALIGNED": True, "STARTS_EARLY": True, "ROTARY": False}  # fmt: skip
-    made = quantizer("append_quantized", tensors, constants)
+    made = fixed.append_quantized(by_token)
     assert made.count(r"griddepcontrol\.wait") == made.count(r"griddepcontrol\.launch_dependents") == 1
     assert made.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") > 0 and not made.spilled
     assert made.count(r"ld\.global\.v[24]") >= 2 and made.count(r"st\.global\.(v2|b32|v4)") >= 2

@@ -4,7 +4,6 @@ python -m tests.same                 compare with tests/same/recorded.json; exit
                                      function that generated code calls has more than 8 parameters
 python -m tests.same --record        write that file, in the commit that means to change what is generated
 python -m tests.same --machine-code  also compile kernels of `triton` and `hopper`, and compare hashes of their PTX
-from .texts import machine_code, texts_of, without_holes
 python -m tests.same --texts FOLDER  write the texts there, to be compared with those of another commit by `diff -r`
 """
 
@@ -23,7 +22,7 @@ from pathlib import Path
 import torch
 
 from .corpus import corpus
-from .texts import machine_code, texts_of, without_holes
+from .texts import machine_code, machine_code_without_holes, texts_of, without_holes
 
 THREADS = 2
 MOST_PARAMETERS = 8  # of a function that generated code calls
@@ -117,7 +116,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     asked = parser.parse_args()
     groups = [generated(asked.jobs, asked.only), without_holes()]
-    groups += [compiled(asked.jobs, asked.only)] if asked.machine_code else []
+    groups += [compiled(asked.jobs, asked.only), machine_code_without_holes()] if asked.machine_code else []
     found = merged(*groups)
     if asked.texts:
         write(found, asked.texts)

@@ -15,7 +15,8 @@ from weft.runtime.driver import compile_kernels
 
 from .corpus import Triple, corpus
 
-_FIXED = ("append_rows", "sum_listed")
+_FIXED = ("append_rows", "quantize", "sum_listed")
+_EVERY = "every variant"
 
 
 @cache
@@ -48,7 +49,7 @@ def _asked(triple: Triple) -> dict[str, Any]:
 
 def without_holes() -> Iterator[tuple[str, dict[str, str]]]:
     """Kernels that are the same for every variant: their templates have nothing to fill in."""
-    yield "every variant", {kernel: (TEMPLATES / "triton" / f"{kernel}.py.jinja").read_text() for kernel in _FIXED}
+    yield _EVERY, {kernel: (TEMPLATES / "triton" / f"{kernel}.py.jinja").read_text() for kernel in _FIXED}
 
 
 # -- machine code ------------------------------------------------------------------------------------------------------
@@ -69,6 +70,13 @@ def machine_code(name: str) -> dict[str, str]:
         return {f"ptx {kernel}": text for kernel, text in _kernels(triple)}
     except weft.WeftError:
         return {}  # refused, as its texts say
+
+
+def machine_code_without_holes() -> Iterator[tuple[str, dict[str, str]]]:
+    """PTX of kernels that are the same for every variant."""
+    from ..machine_code.fixed import each  # lazy: imports Triton, which texts do without
+
+    yield _EVERY, {f"ptx {name}": _without_places(kernel.assembly) for name, kernel in each()}
 
 
 def _kernels(triple: Triple) -> Iterator[tuple[str, str]]:
