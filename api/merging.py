@@ -15,8 +15,8 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
     parts: (out, lse) of each set, as calls with `return_lse=True` give them, at least one. out is the sum of
     exp(lse_i - lse) * out_i, and lse = log(sum of exp(lse_i)) (Dao et al. 2023, "Flash-Decoding"), computed in float32,
-    float64 where lse is. It has the dtype of the first out. Every part gets its gradient. A row that sees no key in any
-    part gives 0 and -inf, with zero gradients. A sink belongs to one part alone.
+    float64 where a part is. It has the dtype of the first out. Every part gets its gradient. A row that sees no key in
+    any part gives 0 and -inf, with zero gradients. A sink belongs to one part alone.
 
     Raises WeftError for parts of different shapes or devices, naming all that differ.
 
@@ -27,7 +27,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     _check(parts)
     if len(parts) == 1:
         return parts[0]
-    dtype = torch.promote_types(parts[0][1].dtype, torch.float32)
+    dtype = torch.promote_types(torch.promote_types(parts[0][0].dtype, parts[0][1].dtype), torch.float32)
     lses = torch.stack([lse.to(dtype) for _, lse in parts])
     lse, shares = lse_and_shares(lses)
     out = sum(share[..., None] * part.to(dtype) for share, (part, _) in zip(shares, parts))

@@ -47,8 +47,8 @@ class Agreement:
             dist.all_gather_object(texts, text, group=self.group)
         except RuntimeError as error:
             raise WeftError(
-                f"{name}: rank {self.rank} got no answer from all {self.ranks} ranks for call {self.calls}; one of them "
-                f"has ended or makes no such call: {str(error).splitlines()[0]}"
+                f"{name}: rank {self.rank} got no answer from all {self.ranks} ranks for call {self.calls}; one of "
+                f"them has ended or makes no such call: {str(error).splitlines()[0]}"
             ) from error
         if problem is None:
             raise WeftError(f"{name}: {_difference(self.rank, [json.loads(t) for t in texts])}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..attention import Attention
 from .placed import names_beside, placed
 from .rows import Deal, count, places
 from .shardplan import ShardPlan
@@ -26,13 +25,9 @@ def attended(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """out [B, Hq, rows, Dv] of a rank's queries and lse. tensors: its rows. operands: all that the variant has."""
     sizes, ranks, rank = plan.sizes, cp.ranks, cp.rank
-    query, key, value = (
-        _ToHeads.apply(cp, deal, tensor, heads)
-        for tensor, deal, heads in zip(
-            tensors, (plan.queries, plan.keys, plan.keys),
-            (_even(sizes.heads, ranks), _shared(sizes.kv_heads, ranks), _shared(sizes.kv_heads, ranks)),
-        )  # fmt: skip
-    )
+    of_query, of_keys = (plan.queries, _even(sizes.heads, ranks)), (plan.keys, _shared(sizes.kv_heads, ranks))
+    sides = zip(tensors, (of_query, of_keys, of_keys))
+    query, key, value = (_ToHeads.apply(cp, deal, tensor, heads) for tensor, (deal, heads) in sides)
     variant = _variant(plan)
     names = names_beside(plan.attention)
     read = {p.name for p in variant.parameters}
@@ -48,7 +43,7 @@ def attended(
 
 
 @lru_cache(maxsize=64)
-def _variant(plan: ShardPlan) -> Attention:
+def _variant(plan: ShardPlan) -> Any:
     sizes = plan.sizes
     return placed(plan.attention, group=sizes.heads // sizes.kv_heads)
 
@@ -132,7 +127,7 @@ def _to_rows(cp: Any, deal: Deal, tensor: Tensor, heads: list[tuple[int, int]], 
     return total.to(tensor.dtype)
 
 
-def _swapped(cp: Any, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
+def _swapped(cp: Any, sent: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """What each rank has sent to this one. shapes: of these."""
     flat = torch.cat([t.reshape(-1) for t in sent])
     sizes = [prod(shape) for shape in shapes]

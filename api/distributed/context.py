@@ -57,7 +57,9 @@ class ContextParallel:
         balance: str = AUTO, *, agree: bool = True, links: Links | None = None,
     ) -> None:  # fmt: skip
         if not dist.is_available() or not dist.is_initialized():
-            raise UnavailableError("ContextParallel: torch.distributed is not initialised; call init_process_group first")
+            raise UnavailableError(
+                "ContextParallel: torch.distributed is not initialised; call init_process_group first"
+            )
         self.group = _group(mesh, dim)
         self.strategy, self.balance, self.links = strategy, balance, links
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -82,7 +84,7 @@ class ContextParallel:
 
     def unshard(self, tensor: Tensor, plan: ShardPlan, dim: int = 2) -> Tensor:
         """The whole tensor on each rank, from the rows of all. Each rank's rows get their gradient from its own use."""
-        return _Whole.apply(self, plan, tensor, dim)  # type: ignore[no-any-return, no-untyped-call]
+        return _Whole.apply(self, plan, tensor, dim)
 
     # -- attention -----------------------------------------------------------------------------------------------------
     def attention(
@@ -99,7 +101,8 @@ class ContextParallel:
         """
         if torch.compiler.is_compiling():
             raise UnavailableError(
-                f"{attention.name}: ContextParallel.attention is not traced by torch.compile; compile the layers around it"
+                f"{attention.name}: ContextParallel.attention is not traced by torch.compile; compile the layers "
+                "around it"
             )
         problem = self._problem(attention, query, key, value, plan, operands)
         if return_lse:
@@ -117,7 +120,7 @@ class ContextParallel:
         names = operand_names(attention)
         state = _State(self, plan, {n: v for n, v in given.items() if n not in names},
                        choices_of(target, None, deterministic), tuple(names))  # fmt: skip
-        out, lse = _Sharded.apply(state, query, key, value, *(given[n] for n in names))  # type: ignore[no-untyped-call]
+        out, lse = _Sharded.apply(state, query, key, value, *(given[n] for n in names))
         return (out, lse) if return_lse else out
 
     def _problem(
@@ -161,7 +164,9 @@ def _group(mesh: Any, dim: str | int | None) -> Any:
         return mesh
     if dim is None and mesh.ndim != 1:
         names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
-        raise WeftError(f"ContextParallel: the mesh has {mesh.ndim} dimensions; pass dim=, one of {', '.join(map(str, names))}")
+        raise WeftError(
+            f"ContextParallel: the mesh has {mesh.ndim} dimensions; pass dim=, one of {', '.join(map(str, names))}"
+        )
     return mesh.get_group(0 if dim is None else dim)
 
 

@@ -40,7 +40,10 @@ class Parts:
 
     def _pieces(self, rank: int) -> list[list[Piece]]:
         """Of each step. The first piece that has all queries of a task has their sink."""
-        found, without = list[list[Piece]](), {task.queries for task in self.plan.tasks[rank]} if self.has_sink else set()
+        found, without = (
+            list[list[Piece]](),
+            {task.queries for task in self.plan.tasks[rank]} if self.has_sink else set(),
+        )
         for step in self.plan.pieces(rank):
             pieces = []
             for queries, (keys,) in step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeVar
 
 from ..ir.attention import Attention
-from ..ir.expr import Call, Const, Expr, Symbol, call, scalar, symbol
+from ..ir.expr import Call, Const, Expr, Node, Symbol, call, scalar, symbol
 from ..ir.walk import children, names, rebuild, substitute
 
 Variant = TypeVar("Variant", bound=Attention)
@@ -51,7 +51,7 @@ def placed(variant: Variant, *, group: int = 0) -> Variant:
     changed: dict[str, Expr] = {}
     for field in ("score", "mask", "scale", "sink"):
         given = getattr(variant, field)
-        if isinstance(given, Expr):
+        if isinstance(given, Node):
             node, starts = _shifted(substitute(given, mapping), first)
             changed[field] = node + starts * first if starts else node
     return variant.replace(**changed)
@@ -80,9 +80,9 @@ def _shifted(node: Expr, first: Expr) -> tuple[Expr, int]:
             case "neg":
                 return rebuild(node, args), -starts[0]
             case "mul" if isinstance(args[0], Const):
-                return rebuild(node, args), args[0].value * starts[1]  # type: ignore[operator]
+                return rebuild(node, args), args[0].value * starts[1]
             case "mul" if isinstance(args[1], Const):
-                return rebuild(node, args), args[1].value * starts[0]  # type: ignore[operator]
+                return rebuild(node, args), args[1].value * starts[0]
             case op if same and op in _CHOICES:
                 return rebuild(node, args), starts[0]
             case op if same and op in _COMPARISONS and all(a.dtype == "int" for a in node.args):
@@ -93,4 +93,3 @@ def _shifted(node: Expr, first: Expr) -> tuple[Expr, int]:
 
 def _whole(node: Expr, starts: int, first: Expr) -> Expr:
     return node if not starts else call("add", node, first if starts == 1 else call("mul", Const(starts), first))
-

@@ -160,4 +160,3 @@ class Sight:
             )
             self._tiles[lane] = cache(found.tiles(facts.kv_tiles, self._block, self._block))
         return self._tiles[lane]
-

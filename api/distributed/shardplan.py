@@ -95,7 +95,9 @@ class ShardPlan:
     def told(self) -> str:
         """The plan in a line, for ranks to compare."""
         sizes = self.sizes
-        made_of = repr((sizes, self.q_offset, self.ranks, self.strategy, self.overlaps, self.queries, self.keys, self.tasks))
+        made_of = repr(
+            (sizes, self.q_offset, self.ranks, self.strategy, self.overlaps, self.queries, self.keys, self.tasks)
+        )
         digest = hashlib.sha256(made_of.encode()).hexdigest()[:8]
         return f"{self.strategy}, {self.balance}, {sizes.q_len} queries, {sizes.kv_len} keys ({digest})"
 
@@ -272,7 +274,9 @@ def _check(ranks: int, sizes: Shape, strategy: str, balance: str) -> None:
         if value not in (AUTO, *known):
             problems.append(Problem(option=name, expected=f"one of {', '.join((AUTO, *known))}", got=shown(value)))
     if not problems and sizes.heads % sizes.kv_heads:
-        problems.append(Problem(option="heads", expected=f"a multiple of kv_heads {sizes.kv_heads}", got=str(sizes.heads)))
+        problems.append(
+            Problem(option="heads", expected=f"a multiple of kv_heads {sizes.kv_heads}", got=str(sizes.heads))
+        )
     if problems:
         raise WeftError.of("plan", *problems)
     if strategy == "heads" and (why := _not_by_heads(sizes, ranks)):
@@ -321,9 +325,7 @@ class _Maker:
         queries = self._deal(balance)
         alike = self.sizes.q_len == self.sizes.kv_len
         keys = queries if alike else rows.contiguous(self.sizes.kv_len, self.ranks)
-        tasks = tuple(
-            tuple(Task(run, self._keys(run)) for run in queries.rows(rank)) for rank in range(self.ranks)
-        )
+        tasks = tuple(tuple(Task(run, self._keys(run)) for run in queries.rows(rank)) for rank in range(self.ranks))
         pairs = tuple(sum(self._pairs(task.queries) for task in of_rank) for of_rank in tasks)
         return ShardPlan(self.attention, self.sizes, self.q_offset, self.ranks, "exchange", "contiguous", queries, keys,
                          tasks, pairs, self.machine, self.links, self.sight, self.looked_at)  # fmt: skip
@@ -363,7 +365,8 @@ _SHOWN = 16  # ranks
 def _lines(p: ShardPlan) -> Iterator[str]:
     sizes, found = p.sizes, p.predicted
     heads = str(sizes.heads) if sizes.heads == sizes.kv_heads else f"{sizes.heads}/{sizes.kv_heads}"
-    yield f"variant    {p.attention.name} over {counted(p.ranks, 'rank')}, {p.links.per_host} a host, {p.hardware.title}"
+    where = f"{p.links.per_host} a host, {p.hardware.title}"
+    yield f"variant    {p.attention.name} over {counted(p.ranks, 'rank')}, {where}"
     yield (
         f"sequence   {sizes.q_len:,} queries, {sizes.kv_len:,} keys; B {sizes.batch} H {heads} D {sizes.head_dim}"
         f" Dv {sizes.value_dim} {sizes.dtype}"
@@ -384,10 +387,8 @@ def _lines(p: ShardPlan) -> Iterator[str]:
             yield f"{rank:>4}  {own:<31}  {count(p.needed(rank)):>12,}  {inside:>17,}  {beyond:>23,}"
         if p.ranks > _SHOWN:
             yield f"      and {p.ranks - _SHOWN} more"
-    yield (
-        f"received   {found.bytes_in_host / 1e6:,.1f} MB in a host and {found.bytes_between / 1e6:,.1f} MB between hosts"
-        " by the busiest rank, each forward; gradients go the same way back"
-    )
+    inside, beyond = (f"{n / 1e6:,.1f} MB" for n in (found.bytes_in_host, found.bytes_between))
+    yield f"received   by the busiest rank {inside} in a host and {beyond} between hosts; gradients go the same way back"
     yield (
         f"predicted  forward {found.forward * 1e3:,.3f} ms, backward {found.backward * 1e3:,.3f} ms: {found.gain:.2f}"
         f" times one device, bound by {found.bound}"
