@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeVar
 
 from ..ir.attention import Attention
-from ..ir.expr import Call, Const, Expr, Node, Symbol, call, scalar, symbol
+from ..ir.expr import Call, Const, Expr, Symbol, call, expression, scalar, symbol
 from ..ir.walk import children, names, rebuild, substitute
 
 Variant = TypeVar("Variant", bound=Attention)
@@ -51,8 +51,8 @@ def placed(variant: Variant, *, group: int = 0) -> Variant:
     changed: dict[str, Expr] = {}
     for field in ("score", "mask", "scale", "sink"):
         given = getattr(variant, field)
-        if isinstance(given, Node):
-            node, starts = _shifted(substitute(given, mapping), first)
+        if given is not None:
+            node, starts = _shifted(substitute(expression(given), mapping), first)
             changed[field] = node + starts * first if starts else node
     return variant.replace(**changed)
 

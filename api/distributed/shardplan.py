@@ -387,8 +387,8 @@ def _lines(p: ShardPlan) -> Iterator[str]:
             yield f"{rank:>4}  {own:<31}  {count(p.needed(rank)):>12,}  {inside:>17,}  {beyond:>23,}"
         if p.ranks > _SHOWN:
             yield f"      and {p.ranks - _SHOWN} more"
-    inside, beyond = (f"{n / 1e6:,.1f} MB" for n in (found.bytes_in_host, found.bytes_between))
-    yield f"received   by the busiest rank {inside} in a host and {beyond} between hosts; gradients go the same way back"
+    near, far = (f"{n / 1e6:,.1f} MB" for n in (found.bytes_in_host, found.bytes_between))
+    yield f"received   by the busiest rank {near} in a host and {far} between hosts; gradients go the same way back"
     yield (
         f"predicted  forward {found.forward * 1e3:,.3f} ms, backward {found.backward * 1e3:,.3f} ms: {found.gain:.2f}"
         f" times one device, bound by {found.bound}"
