@@ -11,10 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..attention import Attention
+from ..compiler.planning.records import Shape
 from ..ir.errors import Problem, UnavailableError, WeftError, collected
 from ..runtime.call import Call, Choices, choices_of
 from ..runtime.check.operands import as_number
+from ..runtime.check.tensors import DTYPES
 from ..runtime.ops.transforms import second_derivative
+from ..runtime.options import CallOptions
 from ..runtime.run.variant import Variant
 from . import agreement, by_heads, shardplan
 from .collectives import all_gather
@@ -33,6 +36,7 @@ from .pieces import (
     wide,
 )
 from .rows import Deal, Run, count, places
+from .seen import decisive_tensors
 from .shardplan import AUTO, Links, ShardPlan, same_value
 
 if TYPE_CHECKING:
@@ -353,3 +357,48 @@ def _deal_of(plan: ShardPlan, rows: int, rank: int) -> Deal:
             return deal
     expected = " or ".join(str(n) for n in sorted({count(d.rows(rank)) for d in (plan.queries, plan.keys)}))
     raise WeftError(f"{plan.attention.name}: unshard: expected {expected} rows, those of rank {rank}, got {rows}")
+
+
+# -- DTensors ----------------------------------------------------------------------------------------------------------
+@lru_cache(maxsize=16)
+def _of_mesh(mesh: DeviceMesh, dim: int) -> ContextParallel:
+    return ContextParallel(mesh, dim, balance="contiguous")  # rows as DTensors have them
+
+
+@lru_cache(maxsize=256)
+def _plan_of_mesh(
+    cp: ContextParallel, attention: Attention, sizes: Shape, q_offset: int, numbers: tuple[tuple[str, Any], ...]
+) -> ShardPlan:
+    return _planned(cp, attention, sizes, q_offset, dict(numbers))
+
+
+def _planned(
+    cp: ContextParallel, attention: Attention, sizes: Shape, q_offset: int, given: Mapping[str, Any]
+) -> ShardPlan:
+    return cp.plan(
+        attention, batch=sizes.batch, heads=sizes.heads, kv_heads=sizes.kv_heads, length=sizes.q_len,
+        kv_length=sizes.kv_len, head_dim=sizes.head_dim, value_dim=sizes.value_dim, dtype=sizes.dtype,
+        q_offset=q_offset, **given,
+    )  # fmt: skip
+
+
+def over_mesh(
+    mesh: DeviceMesh, dim: int, attention: Attention, tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple[int, int],
+    operands: Mapping[str, Any], options: CallOptions,
+) -> Any:  # fmt: skip
+    """out, or (out, lse), of this process's rows of a sequence that a dimension of the mesh divides into neighbours.
+
+    tensors: its rows of query, key and value. lengths: of all queries and keys. operands: whole.
+    """
+    query, key, value = tensors
+    sizes = Shape(query.shape[0], query.shape[1], key.shape[1], *lengths, query.shape[3], value.shape[3],
+                  DTYPES[query.dtype])  # fmt: skip
+    q_offset = lengths[1] - lengths[0] if options.q_offset is None else as_number(options.q_offset, int)
+    cp, decisive = _of_mesh(mesh, dim), decisive_tensors(attention)
+    numbers = {n: v for n, v in operands.items() if not isinstance(v, Tensor)}
+    if decisive:
+        plan = _planned(cp, attention, sizes, q_offset, numbers | {n: operands[n] for n in decisive if n in operands})
+    else:
+        plan = _plan_of_mesh(cp, attention, sizes, q_offset, tuple(sorted(numbers.items())))
+    return cp.attention(attention, query, key, value, plan=plan, return_lse=options.return_lse, target=options.target,
+                        deterministic=options.deterministic, **operands)  # fmt: skip

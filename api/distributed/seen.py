@@ -26,6 +26,12 @@ _ROWS = 1 << 10  # of a run, that are looked at one by one
 _HEADS = 8  # whose pairs are counted: they stand for all
 
 
+def decisive_tensors(attention: Attention) -> frozenset[str]:
+    """Tensor operands whose values a plan cannot do without: those that say where the mask begins or ends."""
+    read = {n for line in facts_of(attention).kv_tiles.body for n in names(line.value)}
+    return frozenset(p.name for p in attention.parameters if isinstance(p, TensorOperand) and p.name in read)
+
+
 class Sight:
     """What queries of a variant see in calls of these sizes.
 
