@@ -154,7 +154,7 @@ class _Shards:
 
     def of_operand(self, name: str) -> list[int | None]:
         """The same of an operand of the variant's own, by the symbols that it is read at."""
-        return [None if d in (None, ROWS) else self._read_at(name, d) for d in self.divided]  # type: ignore[arg-type]
+        return [None if d is None or d == ROWS else self._read_at(name, d) for d in self.divided]
 
     def _read_at(self, name: str, what: str) -> int | None:
         counts = {what} if what == BATCH else {HEADS} if self.shares_keys else {HEADS, "kv_head"}
@@ -226,7 +226,8 @@ class _Shards:
             raise self._refuse("latent attention is not divided by sequence")
         assert self.rows is not None
         lengths = self.query.shape[2], self.key.shape[2]
-        return over_mesh(self.mesh, self.rows, self.attention, (query, key, value), lengths, operands, options)
+        variant: Any = self.attention
+        return over_mesh(self.mesh, self.rows, variant, (query, key, value), lengths, operands, options)
 
 
 def _reads(attention: Attention) -> dict[str, Expr]:

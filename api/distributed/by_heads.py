@@ -31,12 +31,21 @@ def attended(
     variant = _variant(plan)
     names = names_beside(plan.attention)
     read = {p.name for p in variant.parameters}
-    beside = {names.head: rank * sizes.heads // ranks, names.first_key: 0,
-              names.q_len: sizes.q_len, names.kv_len: sizes.kv_len}  # fmt: skip
+    beside: dict[str, Any] = {names.head: rank * sizes.heads // ranks}
+    where: dict[str, Any] = {}
+    if plan.starts is None:
+        beside |= {names.first_key: 0, names.q_len: sizes.q_len, names.kv_len: sizes.kv_len}
+        where["q_offset"] = plan.q_offset
+    else:
+        starts = torch.tensor(plan.starts, dtype=torch.int32, device=query.device)
+        of_each = starts.diff()
+        beside |= {names.first_key: torch.zeros_like(of_each), names.batch: 0}
+        beside |= {names.q_len: of_each, names.kv_len: of_each, names.last: max(0, plan.longest - 1)}
+        where["cu_seqlens_q"] = where["cu_seqlens_kv"] = starts
     given = {n: _Shared.apply(cp, v) if _learns(v) else v for n, v in operands.items() if n in read}
     given |= {n: v for n, v in beside.items() if n in read}
-    found = variant(query, key, value, q_offset=plan.q_offset, return_lse=return_lse, target=target,
-                    deterministic=deterministic, operands=given)  # fmt: skip
+    found = variant(query, key, value, **where, return_lse=return_lse, target=target, deterministic=deterministic,
+                    operands=given)  # fmt: skip
     out, lse = found if return_lse else (found, None)
     out = _ToRows.apply(cp, plan.queries, out, sizes.heads)
     return out, None if lse is None else _ToRows.apply(cp, plan.queries, lse[..., None], sizes.heads)[..., 0]
@@ -45,7 +54,7 @@ def attended(
 @lru_cache(maxsize=64)
 def _variant(plan: ShardPlan) -> Any:
     sizes = plan.sizes
-    return placed(plan.attention, group=sizes.heads // sizes.kv_heads)
+    return placed(plan.attention, group=sizes.heads // sizes.kv_heads, packed=plan.starts is not None)
 
 
 def _learns(value: Any) -> bool:

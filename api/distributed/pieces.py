@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from ..ir.attention import Attention
 from ..ir.expr import TensorOperand
 from ..merging import lse_and_shares
-from ..runtime.call import MAIN, BackwardCall, Call, Choices, Dense
+from ..runtime.call import MAIN, BackwardCall, Call, Choices, Dense, Packed, Sequences
 from ..runtime.ops.library import as_read
 from ..runtime.run.variant import Variant, variant_of
 from .placed import names_beside, placed, without_sink
@@ -32,11 +34,11 @@ class Parts:
     """The pieces of a plan, and the variants that they are computed with."""
 
     def __init__(self, plan: ShardPlan) -> None:
-        whole: Attention = placed(plan.attention)
+        whole: Attention = placed(plan.attention, packed=plan.starts is not None)
         self.plan, self.names = plan, names_beside(plan.attention)
         self.with_sink, self.others = variant_of(whole), variant_of(without_sink(whole))
         self.has_sink = whole.folded_sink is not None
-        self.pieces, self.sinks = cache(self._pieces), cache(self._sinks)
+        self.pieces, self.sinks, self.packed = cache(self._pieces), cache(self._sinks), cache(self._packed)
 
     def _pieces(self, rank: int) -> list[list[Piece]]:
         """Of each step. The first piece that has all queries of a task has their sink."""
@@ -65,10 +67,34 @@ class Parts:
         """tensors: query, key and value of the piece."""
         plan, names = self.plan, self.names
         variant = self.with_sink if piece.sink else self.others
-        beside = {names.first_key: piece.keys[0], names.q_len: plan.sizes.q_len, names.kv_len: plan.sizes.kv_len}
+        beside: dict[str, Any]
+        if plan.starts is None:
+            beside = {names.first_key: piece.keys[0], names.q_len: plan.sizes.q_len, names.kv_len: plan.sizes.kv_len}
+            sequences: Sequences = Dense(plan.q_offset + piece.queries[0] - piece.keys[0])
+        else:
+            sequences, beside = self.packed(piece, tensors[0].device)
         given = {n: operands[n] if n in operands else beside[n] for n in variant.names}
-        offset = plan.q_offset + piece.queries[0] - piece.keys[0]
-        return variant, Call(*tensors, None, given, Dense(offset), choices, plan.sizes.head_dim)
+        return variant, Call(*tensors, None, given, sequences, choices, plan.sizes.head_dim)
+
+    def _packed(self, piece: Piece, device: torch.device) -> tuple[Packed, dict[str, Any]]:
+        """Where the rows of packed sequences lie in a piece, and what a placed variant reads of them."""
+        plan, names = self.plan, self.names
+        assert plan.starts is not None
+        (first, end), (first_key, end_key) = piece.queries, piece.keys
+        number = max(0, bisect_right(plan.starts, first) - 1)  # of the first sequence that has a query here
+        behind = max(number, bisect_left(plan.starts, end))
+        starts = plan.starts[number : behind + 1]
+        of_queries = [min(max(s, first), end) - first for s in starts]
+        of_keys = [min(max(s, first_key), end_key) - first_key for s in starts]
+        firsts = [max(first_key, s) - s for s in starts[:-1]]
+        offsets = [max(first, s) - s - n for s, n in zip(starts, firsts)]
+        lengths = [b - a for a, b in pairwise(starts)]
+        cu_q, cu_kv, q_offset, first_keys, all_rows = (
+            torch.tensor(n, dtype=torch.int32, device=device) for n in (of_queries, of_keys, offsets, firsts, lengths)
+        )
+        beside = {names.first_key: first_keys, names.q_len: all_rows, names.kv_len: all_rows, names.batch: number}
+        beside[names.last] = max(0, plan.longest - 1)
+        return Packed(cu_q, cu_kv, q_offset), beside
 
 
 class Joined:

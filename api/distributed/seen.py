@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -39,8 +41,10 @@ class Sight:
     of others nothing is assumed. Raises WeftError that names what is missing.
     """
 
-    def __init__(self, attention: Attention, sizes: Shape, q_offset: int, given: Mapping[str, Any]) -> None:
-        self.attention, self.sizes, self.q_offset = attention, sizes, q_offset
+    def __init__(
+        self, attention: Attention, sizes: Shape, q_offset: int, given: Mapping[str, Any], first_batch: int = 0
+    ) -> None:
+        self.attention, self.sizes, self.q_offset, self.first_batch = attention, sizes, q_offset, first_batch
         self.facts = facts_of(attention)
         self.given = {n: v.detach().cpu() if isinstance(v, Tensor) else v for n, v in given.items()}
         self._check()
@@ -82,7 +86,7 @@ class Sight:
     def _lanes(self) -> list[dict[str, Any]]:
         """What tile programs read, of each head and batch row whose queries see keys of their own."""
         sizes, read = self.sizes, symbols(self.attention.folded_mask)
-        batches = range(sizes.batch) if "batch" in read else range(1)
+        batches = range(self.first_batch, self.first_batch + (sizes.batch if "batch" in read else 1))
         heads = range(sizes.heads) if read & {"head", "kv_head"} else range(1)
         group = sizes.heads // sizes.kv_heads
         fixed = {"group": group, "head_dim": sizes.head_dim, "q_len": sizes.q_len, "kv_len": sizes.kv_len}
@@ -166,3 +170,55 @@ class Sight:
             )
             self._tiles[lane] = cache(found.tiles(facts.kv_tiles, self._block, self._block))
         return self._tiles[lane]
+
+
+class PackedSight:
+    """The same of sequences packed one after the other: queries see keys of their own sequence alone.
+
+    starts: the first row of each sequence, and the end of the last. Numbers and positions of a mask are those of a
+    sequence.
+    """
+
+    def __init__(self, attention: Attention, sizes: Shape, starts: tuple[int, ...], given: Mapping[str, Any]) -> None:
+        self.attention, self.sizes, self.starts, self.given = attention, sizes, starts, given
+        numbers = {n: v for n, v in given.items() if not isinstance(v, Tensor) or n in decisive_tensors(attention)}
+        by_number = "batch" in symbols(attention.folded_mask)
+
+        @cache
+        def of(length: int, number: int) -> Sight:
+            own = replace(sizes, batch=1, q_len=length, kv_len=length)
+            return Sight(attention, own, 0, numbers, number)
+
+        self._of = lambda n: of(starts[n + 1] - starts[n], n if by_number else 0)
+        self.stands_on = self._of(0).stands_on if len(starts) > 1 else frozenset[str]()
+
+    def _inside(self, run: Run) -> Iterator[tuple[int, int, Run]]:
+        """Sequences that have rows in a run: number, first row, and those rows counted from it."""
+        number = max(0, bisect_right(self.starts, run[0]) - 1)
+        for n in range(number, len(self.starts) - 1):
+            start, end = self.starts[n], self.starts[n + 1]
+            if start >= run[1]:
+                return
+            first, behind = max(run[0], start), min(run[1], end)
+            if first < behind:
+                yield n, start, (first - start, behind - start)
+
+    def keys(self, queries: Run) -> Runs:
+        """As of Sight."""
+        return joined(
+            (start + first, start + end)
+            for n, start, own in self._inside(queries)
+            for first, end in self._of(n).keys(own)
+        )
+
+    def queries(self, keys: Run, among: Run) -> Run:
+        """As of Sight."""
+        found: list[Run] = []
+        for n, start, own in self._inside(keys):
+            first, end = self._of(n).queries(own, (0, self.starts[n + 1] - start))
+            found += common(((start + first, start + end),) if first < end else (), (among,))
+        return (min(found)[0], max(found)[1]) if found else (among[0], among[0])
+
+    def pairs(self, queries: Run) -> int:
+        """As of Sight."""
+        return sum(self._of(n).pairs(own) for n, _, own in self._inside(queries))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from ..ir.errors import Problem, UnavailableError, WeftError, counted, shown
 from ..ir.numbers import is_int
 from . import rows
 from .rows import Deal, Run, Runs, common, count, joined
-from .seen import Sight
+from .seen import PackedSight, Sight
 
 Strategy = Literal["gather", "ring", "exchange", "heads"]
 Balance = Literal["contiguous", "zigzag", "striped", "pairs"]
@@ -88,8 +89,15 @@ class ShardPlan:
     pairs: tuple[int, ...]  # that the queries of each rank see, of a head of a batch row
     hardware: Hardware
     links: Links
-    sight: Sight = field(repr=False)
+    sight: Sight | PackedSight = field(repr=False)
+    starts: tuple[int, ...] | None = None  # the first row of each packed sequence, and the end of the last
     looked_at: Mapping[str, Any] = field(default_factory=dict)  # operands whose values the plan stands on
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest packed sequence."""
+        assert self.starts is not None
+        return max((b - a for a, b in pairwise(self.starts)), default=0)
 
     @cached_property
     def told(self) -> str:
@@ -225,15 +233,17 @@ class ShardPlan:
 def plan(
     attention: Attention, *, ranks: int, batch: int = 1, heads: int, kv_heads: int | None = None, length: int,
     kv_length: int | None = None, head_dim: int, value_dim: int | None = None, dtype: str = "bf16",
-    q_offset: int | None = None, strategy: str = AUTO, balance: str = AUTO, device: str | None = None,
-    links: Links | None = None, **operands: Any,
+    q_offset: int | None = None, cu_seqlens: Sequence[int] | Tensor | None = None, strategy: str = AUTO,
+    balance: str = AUTO, device: str | None = None, links: Links | None = None, **operands: Any,
 ) -> ShardPlan:  # fmt: skip
     """A plan for any number of ranks, of machines that need not be there.
 
-    length, kv_length: of the whole sequence. operands: numbers that the mask reads, and the tensors whose values decide
-    which keys are seen, such as document ids; a plan that stands on values holds for these alone. strategy: "gather",
-    "ring", "exchange", "heads", or "auto"; balance: "contiguous", "zigzag", "striped", "pairs", or "auto", which takes
-    what is predicted to be fastest. device: a name such as "h100"; this machine where not given.
+    length, kv_length: of the whole sequence. cu_seqlens: of sequences packed into one batch row, the first row of each,
+    and the end of the last; positions, lengths and `batch` are then those of a sequence. operands: numbers that the
+    mask reads, and the tensors whose values decide which keys are seen, such as document ids; a plan that stands on
+    values holds for these alone. strategy: "gather", "ring", "exchange", "heads", or "auto"; balance: "contiguous",
+    "zigzag", "striped", "pairs", or "auto", which takes what is predicted to be fastest. device: a name such as "h100";
+    this machine where not given.
 
     Raises WeftError for sizes and names that are none, and UnavailableError for what is not divided over ranks.
     """
@@ -242,11 +252,16 @@ def plan(
     sizes = Shape(batch, heads, heads if kv_heads is None else kv_heads, length, keys, head_dim,
                   head_dim if value_dim is None else value_dim, dtype)  # fmt: skip
     _check(ranks, sizes, strategy, balance)
+    starts = None if cu_seqlens is None else _starts(cu_seqlens, sizes, q_offset)
     offset = keys - length if q_offset is None else q_offset
     machine = hardware.this_machine() if device is None else hardware.by_name(device)
-    sight = Sight(attention, sizes, offset, operands)
+    sight: Sight | PackedSight
+    if starts is None:
+        sight = Sight(attention, sizes, offset, operands)
+    else:
+        sight = PackedSight(attention, sizes, starts, operands)
     looked_at = {n: operands[n] for n in sorted(sight.stands_on)}
-    maker = _Maker(attention, sizes, offset, ranks, machine, links or Links(), sight, looked_at)
+    maker = _Maker(attention, sizes, offset, ranks, machine, links or Links(), sight, looked_at, starts)
     return maker.best(strategy, balance)
 
 
@@ -262,6 +277,24 @@ def refuse(attention: Attention) -> None:
             f"{attention.name}: dropout is not divided over ranks by sequence: its draws count rows from 0 on each; "
             "use train=False, or dropout=0"
         )
+
+
+def _starts(given: Sequence[int] | Tensor, sizes: Shape, q_offset: int | None) -> tuple[int, ...]:
+    """The starts of packed sequences. Raises WeftError for those that are none."""
+    starts = tuple(int(n) for n in (given.tolist() if isinstance(given, Tensor) else given))
+    problems = []
+    if not starts or starts[0] != 0 or any(a > b for a, b in pairwise(starts)) or starts[-1] > sizes.q_len:
+        expected = f"the first row of each sequence from 0 on, and the end, at most {sizes.q_len}"
+        problems.append(Problem(option="cu_seqlens", expected=expected, got=shown(list(starts[:8]))))
+    if sizes.batch != 1 or sizes.q_len != sizes.kv_len:
+        got = f"{sizes.batch} and {sizes.q_len}, {sizes.kv_len}"
+        expected = "one batch row, and as many queries as keys"
+        problems.append(Problem(option="cu_seqlens", expected=expected, got=got))
+    if q_offset is not None:
+        problems.append(Problem(option="q_offset", what="packed sequences start at position 0; leave it out"))
+    if problems:
+        raise WeftError.of("plan", *problems)
+    return starts
 
 
 def _check(ranks: int, sizes: Shape, strategy: str, balance: str) -> None:
@@ -302,8 +335,9 @@ class _Maker:
     ranks: int
     machine: Hardware
     links: Links
-    sight: Sight
+    sight: Sight | PackedSight
     looked_at: Mapping[str, Any]
+    starts: tuple[int, ...] | None
 
     def best(self, strategy: str, balance: str) -> ShardPlan:
         """The one that is predicted to be fastest; of those within 1 %, the first."""
@@ -328,7 +362,7 @@ class _Maker:
         tasks = tuple(tuple(Task(run, self._keys(run)) for run in queries.rows(rank)) for rank in range(self.ranks))
         pairs = tuple(sum(self._pairs(task.queries) for task in of_rank) for of_rank in tasks)
         return ShardPlan(self.attention, self.sizes, self.q_offset, self.ranks, "exchange", "contiguous", queries, keys,
-                         tasks, pairs, self.machine, self.links, self.sight, self.looked_at)  # fmt: skip
+                         tasks, pairs, self.machine, self.links, self.sight, self.starts, self.looked_at)  # fmt: skip
 
     def _deal(self, balance: str) -> Deal:
         length, ranks = self.sizes.q_len, self.ranks
@@ -373,7 +407,10 @@ def _lines(p: ShardPlan) -> Iterator[str]:
     )
     chunks = len(p.queries.owners) // p.ranks
     yield f"rows       {p.balance}: {counted(chunks, 'chunk')} of {p.queries.chunk:,} queries a rank"
-    yield f"strategy   {p.strategy}: {_STRATEGY_WORDS[p.strategy]}"
+    if p.starts is not None:
+        yield f"packed     {counted(len(p.starts) - 1, 'sequence')}"
+    meanwhile = ", and computes its own keys meanwhile" if p.strategy == "exchange" and p.overlaps else ""
+    yield f"strategy   {p.strategy}: {_STRATEGY_WORDS[p.strategy]}{meanwhile}"
     if p.looked_at:
         yield f"stands on  the values of {', '.join(p.looked_at)}"
     most, mean = max(p.pairs), sum(p.pairs) / p.ranks
@@ -397,7 +434,7 @@ def _lines(p: ShardPlan) -> Iterator[str]:
 
 _STRATEGY_WORDS: dict[str, str] = {
     "gather": "every rank gets all keys, and computes its queries at once",
-    "exchange": "every rank gets the keys that its queries may see, and computes its own keys meanwhile",
+    "exchange": "every rank gets the keys that its queries may see",
     "ring": "every rank gets these keys from one rank after the other, and keeps none of them",
     "heads": "every rank gets all rows of its share of the heads, and gives the output back",
 }

@@ -66,26 +66,30 @@ STRATEGIES = [
     ("ring", "contiguous"), ("ring", "striped"), ("exchange", "pairs"), ("gather", "zigzag"), ("gather", "striped"),
 ]  # fmt: skip
 LENGTHS = [(96, 96), (70, 70), (45, 80), (3, 3), (1, 40), (80, 45)]
+PACKED = [(90, (0, 50, 50, 57, 90)), (64, (0, 3, 40)), (70, (0, 10, 20, 30, 40, 50, 60, 70)), (96, (0, 96))]
 BALANCES = ("contiguous", "zigzag", "striped", "pairs")
 KV_HEADS = [4, 2, 1]
 
 
 def compare(
     cp: ContextParallel, name: str, strategy: str, balance: str, lengths: tuple[int, int], kv_heads: int,
-    dtype: torch.dtype = torch.float32, device: str = "cpu", overlaps: bool | None = None,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", overlaps: bool | None = None, starts: Sequence[int] = (),
 ) -> list[str]:  # fmt: skip
-    """out, lse and every gradient of a call over ranks, beside the definition in float64: what differs."""
+    """out, lse and every gradient of a call over ranks, beside the definition in float64: what differs.
+
+    starts: of packed sequences, with lengths of the packed row.
+    """
     variant, operands = variants(max(lengths))[name]
-    shapes = {
-        "query": (B, H, lengths[0], D),
-        "key": (B, kv_heads, lengths[1], D),
-        "value": (B, kv_heads, lengths[1], DV),
-    }
+    rows = 1 if starts else B
+    shapes = {"query": (rows, H, lengths[0], D), "key": (rows, kv_heads, lengths[1], D),
+              "value": (rows, kv_heads, lengths[1], DV)}  # fmt: skip
     whole = {n: _drawn(*shape, seed=k + 10).to(dtype) for k, (n, shape) in enumerate(shapes.items())}
     whole |= {n: t for n, t in operands.items() if isinstance(t, Tensor)}
     learned = {n for n, t in whole.items() if t.is_floating_point() and n != "pad"}
     numbers = {n: v for n, v in operands.items() if n not in whole}
-    dout, dlse = _drawn(B, H, lengths[0], DV, seed=20), _drawn(B, H, lengths[0], seed=21)
+    if starts:  # a row of an operand is that of a sequence
+        whole |= {n: _drawn(len(starts) - 1, lengths[0], seed=5) * (n == "bias") for n in ("bias", "pad") if n in whole}
+    dout, dlse = _drawn(rows, H, lengths[0], DV, seed=20), _drawn(rows, H, lengths[0], seed=21)
     with_lse = variant.normalizer == "softmax"
     offset = {"q_offset": 7} if lengths == (45, 80) else {}
 
@@ -105,12 +109,16 @@ def compare(
     def exactly(dtype: torch.dtype) -> dict[str, Tensor]:
         tensors = leaves({n: t.to(dtype) if t.is_floating_point() else t for n, t in whole.items()})
         own = numbers | offset | ({"return_lse": True} if with_lse else {})
+        if starts:
+            own["cu_seqlens_q"] = own["cu_seqlens_kv"] = torch.tensor(starts, dtype=torch.int32)
         return run(lambda *main, **given: variant.reference(*main, **given, **own), tensors, dout, dlse)
 
     exact, plain = exactly(torch.float64), exactly(dtype)
-    looked_at = {n: v for n, v in operands.items() if n == "doc" or n in numbers}
-    plan = cp.plan(variant, batch=B, heads=H, kv_heads=kv_heads, length=lengths[0], kv_length=lengths[1], head_dim=D,
-                   value_dim=DV, dtype="fp32", strategy=strategy, balance=balance, **offset, **looked_at)  # fmt: skip
+    looked_at = {n: v for n, v in operands.items() if (n == "doc" and not starts) or n in numbers}
+    packed = {"cu_seqlens": list(starts)} if starts else {}
+    plan = cp.plan(variant, **packed, batch=rows, heads=H, kv_heads=kv_heads, length=lengths[0], kv_length=lengths[1],
+                   head_dim=D, value_dim=DV, dtype="fp32", strategy=strategy, balance=balance, **offset,
+                   **looked_at)  # fmt: skip
     if overlaps is not None:
         plan.__dict__["overlaps"] = overlaps
     given = {n: cp.shard(t, plan) if n in shapes else t for n, t in whole.items()}
