@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..attention import Attention
 from ..compiler.planning.records import Shape
+from ..ir.attention import Attention
 from ..ir.errors import Problem, UnavailableError, WeftError, collected
 from ..runtime.call import Call, Choices, choices_of
-from ..runtime.check.operands import as_number
-from ..runtime.check.tensors import DTYPES
+from ..runtime.check.operands import as_number, check_operands
+from ..runtime.check.tensors import DTYPES, main_problems
 from ..runtime.ops.transforms import second_derivative
 from ..runtime.options import CallOptions
 from ..runtime.run.variant import Variant
@@ -109,8 +109,9 @@ class ContextParallel:
                 "around it"
             )
         problem = self._problem(attention, query, key, value, plan, operands)
-        if return_lse:
-            attention._check_lse()
+        if return_lse and not attention.weighs.saves_lse:
+            what = f"the normalizer {attention.normalizer} has no log-sum-exp"
+            raise WeftError.of(str(attention.name), Problem(option="return_lse", what=what))
         if self.agreement is not None:
             self.agreement.check(_told(attention, query, key, value, plan, operands, return_lse), problem)
         if problem is not None:
@@ -157,7 +158,7 @@ class ContextParallel:
         if problems:
             return collected(name, problems)
         try:
-            attention._check(query, key, value, operands)
+            check_operands(attention, operands, query.device, main_problems(query, key, value, False))
         except WeftError as error:
             return error
         return None

@@ -92,6 +92,8 @@ class ShardPlan:
     sight: Sight | PackedSight = field(repr=False)
     starts: tuple[int, ...] | None = None  # the first row of each packed sequence, and the end of the last
     looked_at: Mapping[str, Any] = field(default_factory=dict)  # operands whose values the plan stands on
+    # other strategies that were thought of: name, seconds, times as fast as one device
+    others: tuple[tuple[str, float, float], ...] = ()
 
     @property
     def longest(self) -> int:
@@ -265,6 +267,17 @@ def plan(
     return maker.best(strategy, balance)
 
 
+def plan_of_sizes(
+    attention: Attention, sizes: Shape, ranks: int, per_host: int, device: str | None, operands: Mapping[str, Any]
+) -> ShardPlan:
+    """The same for the sizes of a call, of hosts with so many devices."""
+    return plan(
+        attention, ranks=ranks, batch=sizes.batch, heads=sizes.heads, kv_heads=sizes.kv_heads, length=sizes.q_len,
+        kv_length=sizes.kv_len, head_dim=sizes.head_dim, value_dim=sizes.value_dim, dtype=sizes.dtype, device=device,
+        links=Links(per_host=per_host), **operands,
+    )  # fmt: skip
+
+
 def refuse(attention: Attention) -> None:
     """Raise UnavailableError for variants that are not computed over ranks."""
     if attention.latent is not None:
@@ -343,7 +356,18 @@ class _Maker:
         """The one that is predicted to be fastest; of those within 1 %, the first."""
         tried = list(self._candidates(strategy, balance))
         least = min(p.predicted.seconds for p in tried)
-        return next(p for p in tried if p.predicted.seconds <= 1.01 * least)
+        found = next(p for p in tried if p.predicted.seconds <= 1.01 * least)
+        return replace(found, others=self._others(tried, found))
+
+    @staticmethod
+    def _others(tried: list[ShardPlan], found: ShardPlan) -> tuple[tuple[str, float, float], ...]:
+        """Of each other strategy the fastest plan: its name, seconds, and times as fast as one device."""
+        fastest: dict[str, ShardPlan] = {}
+        for p in tried:
+            if p.strategy != found.strategy:
+                known = fastest.setdefault(p.strategy, p)
+                fastest[p.strategy] = min(known, p, key=lambda plan: plan.predicted.seconds)
+        return tuple((f"{p.strategy}, {p.balance}", p.predicted.seconds, p.predicted.gain) for p in fastest.values())
 
     def _candidates(self, strategy: str, balance: str) -> Iterator[ShardPlan]:
         strategies = STRATEGIES if strategy == AUTO else (strategy,)
@@ -430,6 +454,8 @@ def _lines(p: ShardPlan) -> Iterator[str]:
         f"predicted  forward {found.forward * 1e3:,.3f} ms, backward {found.backward * 1e3:,.3f} ms: {found.gain:.2f}"
         f" times one device, bound by {found.bound}"
     )
+    for name, seconds, gain in p.others:
+        yield f"           {name}: {seconds * 1e3:,.3f} ms both ways, {gain:.2f} times"
 
 
 _STRATEGY_WORDS: dict[str, str] = {
