@@ -27,10 +27,12 @@ from .ir.errors import InternalError, UnavailableError, WeftError
 from .ir.expr import scalar, symbol, tensor
 from .ir.normalizer import Normalizer
 from .ir.parse import parse
+from .merging import merge
 from .request import shape
 from .runtime.settings import settings
 
-if TYPE_CHECKING:  # few programs want them, and they import what measures
+if TYPE_CHECKING:  # few programs want them, and they import what measures, or torch.distributed
+    from . import distributed
     from .tools import build, calibrate, tune
 
 __version__ = "0.1.0"
@@ -48,9 +50,9 @@ score = symbol("score")
 
 __all__ = [
     "Attention", "InternalError", "Latent", "Normalizer", "Plan", "Schedule", "Shape", "UnavailableError",
-    "WeftError", "batch", "bucket", "build", "calibrate", "fp8", "group", "head", "head_dim", "integrations", "kv",
-    "kv_head", "kv_len", "kv_pos", "masks", "nn", "parse", "parse_attention", "q_len", "q_pos", "scalar", "score",
-    "scores", "serving", "settings", "shape", "tensor", "tune", "variants",
+    "WeftError", "batch", "bucket", "build", "calibrate", "distributed", "fp8", "group", "head", "head_dim",
+    "integrations", "kv", "kv_head", "kv_len", "kv_pos", "masks", "merge", "nn", "parse", "parse_attention", "q_len",
+    "q_pos", "scalar", "score", "scores", "serving", "settings", "shape", "tensor", "tune", "variants",
 ]  # fmt: skip
 
 if _taken := sorted({*globals()} & {*_functions.__all__}):
@@ -62,6 +64,8 @@ def __getattr__(name: str) -> Any:
     """The functions of the language, `weft.tanh` and whatever else ir/operators.py declares, and those of tools."""
     if name in ("build", "calibrate", "tune"):
         return getattr(_import_module(".tools", __name__), name)
+    if name == "distributed":  # it imports torch.distributed
+        return _import_module(".distributed", __name__)
     try:
         return _functions.__getattr__(name)
     except AttributeError as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from . import describe, distributed, drawing, in_graphs, latent, reference
+from . import describe, drawing, dtensors, in_graphs, latent, reference
 from .codegen.torch_private import may_autocast
 from .compiler.planning.picture import Picture
 from .compiler.planning.plan import Plan
@@ -202,12 +202,12 @@ class Attention(Methods, Declaration):
         self, main: Main, options: CallOptions, operands: Mapping[str, Any], head_dim: int | None
     ) -> Result | None:
         """A call that is traced, or of tensors that lie on several devices; None for any other."""
-        if type(main.query) is not Tensor and distributed.is_sharded(main.query):
+        if type(main.query) is not Tensor and dtensors.is_sharded(main.query):
 
             def compute(main: Mapping[str, Any], operands: Mapping[str, Any], options: CallOptions) -> Result:
                 return self._run(main["query"], main["key"], main["value"], main["rope"], options, operands, head_dim)
 
-            return distributed.of_shards(self, compute, main._asdict(), operands, options)
+            return dtensors.of_shards(self, compute, main._asdict(), operands, options)
         if not torch.compiler.is_compiling():
             return None
         out, lse = in_graphs.traced(self, self._internals, main, options, operands, head_dim)

@@ -112,13 +112,22 @@ def main() -> None:
 @main.command()
 @having(*VARIANT_OPTIONS, *SHAPE_OPTIONS, *PLAN_OPTIONS)
 @click.option("--short", is_flag=True, help="The schedule, and time and bound of each kernel: one screen.")
+@click.option("--mesh", type=click.IntRange(1), help="Devices that share the sequence: who has which rows, and time.")
+@click.option("--per-host", type=click.IntRange(1), default=8, show_default=True, help="Of them, those of a host.")
 @click.pass_context
-def explain(ctx: click.Context, short: bool) -> None:
+def explain(ctx: click.Context, short: bool, mesh: int | None, per_host: int) -> None:
     """Print the plan: stages, loops, tile classes, bytes, predicted time and what bounds it.
 
     Attention is full where neither VARIANT nor --mask is given.
     """
     r = request_of(ctx)
+    if mesh is not None:
+        from .distributed import shardplan  # lazy: few want it
+
+        with _busy("planning"):
+            text = shardplan.plan_of_sizes(r.variant, r.shape, mesh, per_host, r.device, r.values).explain()
+        click.echo(text)
+        return
     with _busy("planning"):
         text = describe.explain(r.variant, [r.shape], r.device, r.target, r.schedule, None, r.values, short)
     click.echo(text)

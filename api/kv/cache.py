@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..distributed import is_sharded
+from ..dtensors import is_sharded
 from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected, counted
 from ..runtime.descales import FP8

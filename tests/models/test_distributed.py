@@ -37,7 +37,8 @@ OPERANDS = {
 # (shape of the mesh, placements, kv heads)
 MESHES = [
     ((4,), ["S0"], 4), ((4,), ["S1"], 4), ((2, 2), ["S0", "S1"], 4), ((2, 2), ["S1", "S1"], 4), ((4,), ["R"], 2),
-    ((4,), ["S1"], 1), ((2, 2), ["S0", "S1"], 1),
+    ((4,), ["S1"], 1), ((2, 2), ["S0", "S1"], 1), ((4,), ["S2"], 2), ((2, 2), ["S0", "S2"], 4),
+    ((2, 2), ["S2", "S1"], 4),
 ]  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def compare() -> None:
             if kv_heads == 2 and name != "causal":
                 continue
             whole = drawn(name, kv_heads)
-            given = options[number % 3]
+            given = {} if "S2" in written else options[number % 3]
             expected = compute(variant, {n: t.detach().requires_grad_() for n, t in whole.items()}, given)
             shards: dict[str, Tensor] = {}
             for n, t in whole.items():
@@ -105,7 +106,8 @@ def refusals() -> None:
             variant(*(distribute_tensor(t.detach(), mesh, [Shard(dim)]) for t in whole.values()), **given)
 
     causal = VARIANTS["causal"]
-    call(causal, 2, r"sharded by batch \(Shard\(0\)\) or heads \(Shard\(1\)\), got S.*2")
+    call(causal, 3, r"by batch \(Shard\(0\)\), heads \(Shard\(1\)\) or sequence \(Shard\(2\)\), got S.*3")
+    call(causal, 2, r"causal: kv_lens: not known where the sequence is sharded", kv_lens=torch.tensor([3, 4, 5, 6]))
     call(weft.Attention(score + 0.1 * head, name="numbered"), 1, "head: a shard counts from 0")
     call(weft.Attention(score, q_pos + batch > kv_pos, name="shifted"), 0, "batch: a shard counts from 0")
     call(causal.replace(dropout=0.1), 0, "dropout: which weights are dropped follows from batch row and head")

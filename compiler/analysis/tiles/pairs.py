@@ -13,13 +13,15 @@ from .results import TileProgram
 MOST_ROWS = 1 << 16  # of queries that are looked at one by one: a tenth of a second
 
 
-def visible_pairs(program: TileProgram, *, q_len: int, kv_len: int, q_offset: int, env: Environment) -> int:
+def visible_pairs(
+    program: TileProgram, *, q_len: int, kv_len: int, q_offset: int, env: Environment, most: int = MOST_ROWS
+) -> int:
     """program: kv_tiles of the variant, which runs for tiles of one query and one key.
 
-    env: values of scalars, symbols and tensors that it reads. Of more than MOST_ROWS queries the ends of as many runs
+    env: values of scalars, symbols and tensors that it reads. Of more than `most` queries the ends of as many runs
     stand for what lies between them, which is exact where that grows evenly.
     """
-    rows, times = _chosen(q_len)
+    rows, times = _chosen(q_len, most)
     places: Column = [row + q_offset for row in rows]
     columns: dict[str, Column] = {"q_first": places, "q_last": places}
     values = {
@@ -36,11 +38,11 @@ def visible_pairs(program: TileProgram, *, q_len: int, kv_len: int, q_offset: in
     return sum(_total(count, times, q_len) for count in counts)
 
 
-def _chosen(q_len: int) -> tuple[Sequence[int], list[float] | None]:
+def _chosen(q_len: int, most: int) -> tuple[Sequence[int], list[float] | None]:
     """Rows to look at, and for how many each stands; None: for itself."""
-    if q_len <= MOST_ROWS:
+    if q_len <= most:
         return range(q_len), None
-    runs = MOST_ROWS // 2
+    runs = most // 2
     starts = [k * q_len // runs for k in range(runs + 1)]
     rows = [row for a, b in pairwise(starts) for row in (a, b - 1)]
     return rows, [(b - a) / 2 for a, b in pairwise(starts) for _ in range(2)]

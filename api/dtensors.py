@@ -1,8 +1,9 @@
-"""Calls on DTensors: each process computes the batch rows and the heads that it holds, and nothing is sent.
+"""Calls on DTensors: each process computes the batch rows, the heads and the queries that it holds.
 
-Tensor parallel layers shard heads, data parallel ones the batch. Which operand goes along with which is read off the
-variant: `slopes[head]` is sharded like the heads of the query, `bias[batch, kv_pos]` like its batch rows, and what all
-read alike is replicated, its gradient being summed over processes. A sharded sequence wants another algorithm.
+Tensor parallel layers shard heads, data parallel ones the batch, and nothing is sent then. Which operand goes along
+with which is read off the variant: `slopes[head]` is sharded like the heads of the query, `bias[batch, kv_pos]` like
+its batch rows, and what all read alike is replicated, its gradient being summed over processes. A sharded sequence is
+computed as `weft.distributed` does, in the rows that DTensors have.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from .ir.attention import Attention
 from .ir.errors import WeftError
 from .ir.expr import Expr, Load, Symbol, TensorOperand
 from .ir.walk import children
-from .runtime.options import READ_BY_KERNELS, CallOptions
+from .runtime.options import OPTIONS, PLAIN, READ_BY_KERNELS, CallOptions
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-BATCH, HEADS = "batch", "head"  # what a dimension of the mesh divides, by the symbol that counts it
-_DIMENSIONS = {0: BATCH, 1: HEADS}  # of operands [B, H, length, dim]
+BATCH, HEADS, ROWS = "batch", "head", "rows"  # what a dimension of the mesh divides
+_DIMENSIONS = {0: BATCH, 1: HEADS, 2: ROWS}  # of operands [B, H, length, dim]
 
 
 def is_sharded(tensor: object) -> bool:
@@ -65,12 +66,12 @@ def of_shards(
         n: call.local(t, call.of_operand(n), n) if n in tensors and isinstance(t, Tensor) else t
         for n, t in operands.items()
     }
-    found = compute(local, own, call.options(options))
+    found = call.over_rows(local, own, options) if call.rows is not None else compute(local, own, call.options(options))
     return tuple(map(call.whole, found)) if isinstance(found, tuple) else call.whole(found)
 
 
 class _Shards:
-    """How one call is divided: `divided` says what each dimension of the mesh divides, BATCH, HEADS or nothing."""
+    """How one call is divided: `divided` says what each dimension of the mesh divides: BATCH, HEADS, ROWS, nothing."""
 
     def __init__(self, attention: Attention, query: DTensor, key: Tensor) -> None:
         from torch.distributed.tensor import Partial, Replicate, Shard  # lazy: as above
@@ -78,8 +79,11 @@ class _Shards:
         self.partial, self.replicate, self.shard = Partial, Replicate, Shard
         self.attention, self.mesh = attention, query.device_mesh
         self.placements = [Replicate() if p.is_partial() else p for p in query.placements]
+        self.query, self.key = query, key
         self.heads, self.kv_heads = query.shape[1], key.shape[1]
         self.divided = [self._divides(p) for p in self.placements]
+        if self.divided.count(ROWS) > 1:
+            raise self._refuse("query: its sequence is sharded along two dimensions of the mesh; flatten them into one")
         for what, size in ((BATCH, query.shape[0]), (HEADS, self.heads)):
             self._check(what, size)
         self.reads = _reads(attention)
@@ -93,8 +97,8 @@ class _Shards:
             return None
         if type(placement) is not self.shard or placement.dim not in _DIMENSIONS:
             raise self._refuse(
-                "query: expected a DTensor that is replicated, or sharded by batch (Shard(0)) or heads (Shard(1)), got "
-                f"{placement}: attention along a sharded sequence is another algorithm; redistribute it"
+                "query: expected a DTensor that is replicated, or sharded by batch (Shard(0)), heads (Shard(1)) or "
+                f"sequence (Shard(2)), got {placement}; redistribute it"
             )
         return _DIMENSIONS[placement.dim]
 
@@ -109,6 +113,11 @@ class _Shards:
                                f"shards divide, got {size}")  # fmt: skip
         if what == HEADS and self.kv_heads % parts and self.kv_heads != 1:
             raise self._refuse(f"key: expected one head, or a number that {parts} shards divide, got {self.kv_heads}")
+
+    @property
+    def rows(self) -> int | None:
+        """The dimension of the mesh that divides the sequence."""
+        return self.divided.index(ROWS) if ROWS in self.divided else None
 
     @property
     def shares_keys(self) -> bool:
@@ -136,7 +145,7 @@ class _Shards:
     def of_main(self, name: str, tensor: Tensor) -> list[int | None]:
         """The dimension of a tensor that each dimension of the mesh divides."""
         lone = name != "query" and tensor.shape[1] == 1
-        return [None if d is None or (d == HEADS and lone and self._parts(HEADS) > 1) else [BATCH, HEADS].index(d)
+        return [None if d is None or (d == HEADS and lone and self._parts(HEADS) > 1) else [BATCH, HEADS, ROWS].index(d)
                 for d in self.divided]  # fmt: skip
 
     def of_rows(self) -> list[int | None]:
@@ -145,7 +154,7 @@ class _Shards:
 
     def of_operand(self, name: str) -> list[int | None]:
         """The same of an operand of the variant's own, by the symbols that it is read at."""
-        return [None if d is None else self._read_at(name, d) for d in self.divided]
+        return [None if d is None or d == ROWS else self._read_at(name, d) for d in self.divided]
 
     def _read_at(self, name: str, what: str) -> int | None:
         counts = {what} if what == BATCH else {HEADS} if self.shares_keys else {HEADS, "kv_head"}
@@ -171,7 +180,7 @@ class _Shards:
             raise self._refuse(f"{name}: expected the device mesh of query, {self.mesh}, got {tensor.device_mesh}")
         placements = [self.replicate() if dim is None else self.shard(dim) for dim in dims]
         summed = [
-            self.partial() if dim is None and what is not None else placement
+            self.partial() if dim is None and what not in (None, ROWS) else placement  # over rows it is summed already
             for dim, what, placement in zip(dims, self.divided, placements)
         ]
         return tensor.redistribute(self.mesh, placements).to_local(grad_placements=summed)
@@ -194,7 +203,31 @@ class _Shards:
         """The DTensor of which this process has computed its part."""
         from torch.distributed.tensor import DTensor  # lazy: as above
 
-        return DTensor.from_local(part, self.mesh, self.placements, run_check=False)
+        if self.rows is None:
+            return DTensor.from_local(part, self.mesh, self.placements, run_check=False)
+        shape = torch.Size([*self.query.shape[:3], *part.shape[3:]])  # shards of rows may differ in size
+        strides = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            part.contiguous(), self.mesh, self.placements, run_check=False, shape=shape, stride=strides
+        )
+
+    # -- a sharded sequence --------------------------------------------------------------------------------------------
+    def over_rows(self, main: Mapping[str, Tensor | None], operands: Mapping[str, Any], options: CallOptions) -> Any:
+        """The call on the rows of this process. main, operands: its parts."""
+        from .distributed.context import over_mesh  # lazy: it imports torch.distributed
+
+        known = {"return_lse", "q_offset", "target", "deterministic"}
+        if unknown := [n for n in OPTIONS if n not in known and getattr(options, n) is not getattr(PLAIN, n)]:
+            raise self._refuse(f"{', '.join(unknown)}: not known where the sequence is sharded; use weft.distributed")
+        if isinstance(options.q_offset, Tensor):
+            raise self._refuse("q_offset: expected an int where the sequence is sharded, got a tensor")
+        query, key, value = main["query"], main["key"], main["value"]
+        if value is None or query is None or key is None or main["rope"] is not None:
+            raise self._refuse("latent attention is not divided by sequence")
+        assert self.rows is not None
+        lengths = self.query.shape[2], self.key.shape[2]
+        variant: Any = self.attention
+        return over_mesh(self.mesh, self.rows, variant, (query, key, value), lengths, operands, options)
 
 
 def _reads(attention: Attention) -> dict[str, Expr]:

@@ -1,0 +1,405 @@
+"""`ContextParallel`: attention over a sequence whose rows lie on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..compiler.planning.records import Shape
+from ..ir.attention import Attention
+from ..ir.errors import Problem, UnavailableError, WeftError, collected
+from ..runtime.call import Call, Choices, choices_of
+from ..runtime.check.operands import as_number, check_operands
+from ..runtime.check.tensors import DTYPES, main_problems
+from ..runtime.ops.transforms import second_derivative
+from ..runtime.options import CallOptions
+from ..runtime.run.variant import Variant
+from . import agreement, by_heads, shardplan
+from .collectives import all_gather
+from .exchange import AtHand, Fetch, Route
+from .pieces import (
+    Joined,
+    Parts,
+    Piece,
+    Sum,
+    Sums,
+    given_at,
+    gradients,
+    operand_names,
+    run_in,
+    sink_gradients,
+    wide,
+)
+from .rows import Deal, Run, count, places
+from .seen import decisive_tensors
+from .shardplan import AUTO, Links, ShardPlan, same_value
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class ContextParallel:
+    """Attention along one dimension of a mesh, whose ranks hold rows of one sequence each.
+
+    mesh: a DeviceMesh, or a process group. dim: the mesh's dimension, by name or number; None where it has one.
+    strategy, balance: as for `plan`. agree: whether ranks compare what they call before each call, so that a mistake on
+    one of them is an error on all.
+
+    >>> cp = ContextParallel(mesh, dim="cp")                                    # doctest: +SKIP
+    >>> plan = cp.plan(causal, heads=32, kv_heads=8, length=131072, head_dim=128)
+    >>> q, k, v = (cp.shard(t, plan) for t in (query, key, value))
+    >>> out = cp.attention(causal, q, k, v, plan=plan)
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh | dist.ProcessGroup, dim: str | int | None = None, strategy: str = AUTO,
+        balance: str = AUTO, *, agree: bool = True, links: Links | None = None,
+    ) -> None:  # fmt: skip
+        if not dist.is_available() or not dist.is_initialized():
+            raise UnavailableError(
+                "ContextParallel: torch.distributed is not initialised; call init_process_group first"
+            )
+        self.group = _group(mesh, dim)
+        self.strategy, self.balance, self.links = strategy, balance, links
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.agreement = agreement.Agreement(self.group) if agree and self.ranks > 1 else None
+
+    def plan(self, attention: Attention, **sizes: Any) -> ShardPlan:
+        """A plan for these ranks; see `weft.distributed.plan`, which takes the same arguments."""
+        given = {"strategy": self.strategy, "balance": self.balance, "links": self.links, **sizes}
+        return shardplan.plan(attention, ranks=self.ranks, **given)
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+    def rows(self, plan: ShardPlan, of: str = "queries") -> Tensor:
+        """Positions in the sequence of the rows that this rank holds, int64. of: "queries" or "keys"."""
+        own = getattr(plan, of).rows(self.rank)
+        return torch.cat([torch.arange(*run) for run in own]) if own else torch.arange(0)
+
+    def shard(self, tensor: Tensor, plan: ShardPlan, dim: int = 2) -> Tensor:
+        """This rank's rows of a tensor that it has whole, along `dim`; its gradient is that of these rows."""
+        own = _deal(plan, tensor.shape[dim]).rows(self.rank)
+        parts = [tensor.narrow(dim, first, end - first) for first, end in own]
+        return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+
+    def unshard(self, tensor: Tensor, plan: ShardPlan, dim: int = 2) -> Tensor:
+        """The whole tensor on each rank, from the rows of all. Each rank's rows get their gradient from its own use."""
+        return _Whole.apply(self, plan, tensor, dim)
+
+    # -- attention -----------------------------------------------------------------------------------------------------
+    def attention(
+        self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, *, plan: ShardPlan,
+        return_lse: bool = False, target: str | None = None, deterministic: bool | None = None, **operands: Any,
+    ) -> Any:  # fmt: skip
+        """out [B, Hq, rows, Dv] of this rank's queries over all keys, or (out, lse).
+
+        query [B, Hq, rows, D], key [B, Hkv, rows, D], value [B, Hkv, rows, Dv]: this rank's rows, as `shard` gives
+        them. operands: the variant's own, whole on each rank; their gradients are summed over ranks. Positions, heads
+        and lengths in the variant are those of the whole sequence.
+
+        Raises WeftError on all ranks where one of them calls something else.
+        """
+        if torch.compiler.is_compiling():
+            raise UnavailableError(
+                f"{attention.name}: ContextParallel.attention is not traced by torch.compile; compile the layers "
+                "around it"
+            )
+        problem = self._problem(attention, query, key, value, plan, operands)
+        if return_lse and not attention.weighs.saves_lse:
+            what = f"the normalizer {attention.normalizer} has no log-sum-exp"
+            raise WeftError.of(str(attention.name), Problem(option="return_lse", what=what))
+        if self.agreement is not None:
+            self.agreement.check(_told(attention, query, key, value, plan, operands, return_lse), problem)
+        if problem is not None:
+            raise problem
+        own = {p.name: p for p in attention.parameters}
+        given = {n: v if isinstance(v, Tensor) else as_number(v, {"int": int, "float": float}[own[n].dtype])
+                 for n, v in operands.items() if n in own}  # fmt: skip
+        if plan.strategy == "heads":
+            out, lse = by_heads.attended(self, plan, (query, key, value), given, return_lse, target, deterministic)
+            return (out, lse) if return_lse else out
+        names = operand_names(attention)
+        state = _State(self, plan, {n: v for n, v in given.items() if n not in names},
+                       choices_of(target, None, deterministic), tuple(names))  # fmt: skip
+        out, lse = _Sharded.apply(state, query, key, value, *(given[n] for n in names))
+        return (out, lse) if return_lse else out
+
+    def _problem(
+        self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, plan: ShardPlan,
+        operands: Mapping[str, Any],
+    ) -> WeftError | None:  # fmt: skip
+        """What is wrong with a call on this rank."""
+        name = str(attention.name)
+        if plan.attention != attention:
+            return WeftError(f"{name}: expected a plan of this variant, got one of {plan.attention.name}")
+        if plan.ranks != self.ranks:
+            return WeftError(f"{name}: expected a plan for {self.ranks} ranks, got one for {plan.ranks}")
+        sizes, problems = plan.sizes, []
+        rows = count(plan.queries.rows(self.rank)), count(plan.keys.rows(self.rank))
+        expected = {
+            "query": (query, (sizes.batch, sizes.heads, rows[0], sizes.head_dim)),
+            "key": (key, (sizes.batch, sizes.kv_heads, rows[1], sizes.head_dim)),
+            "value": (value, (sizes.batch, sizes.kv_heads, rows[1], sizes.value_dim)),
+        }
+        for n, (tensor, shape) in expected.items():
+            if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
+                got = str([*tensor.shape]) if isinstance(tensor, Tensor) else type(tensor).__name__
+                wanted = f"{[*shape]}, the rows of rank {self.rank}"
+                problems.append(Problem(operand=n, expected=wanted, got=got, next_step="cp.shard gives them"))
+        for n, value_then in plan.looked_at.items():
+            if n in operands and not same_value(value_then, operands[n]):
+                problems.append(
+                    Problem(operand=n, what="the plan stands on another value", next_step="make a plan with this one")
+                )
+        if problems:
+            return collected(name, problems)
+        try:
+            check_operands(attention, operands, query.device, main_problems(query, key, value, False))
+        except WeftError as error:
+            return error
+        return None
+
+
+def _group(mesh: Any, dim: str | int | None) -> Any:
+    if isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if dim is None and mesh.ndim != 1:
+        names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+        raise WeftError(
+            f"ContextParallel: the mesh has {mesh.ndim} dimensions; pass dim=, one of {', '.join(map(str, names))}"
+        )
+    return mesh.get_group(0 if dim is None else dim)
+
+
+def _deal(plan: ShardPlan, length: int) -> Deal:
+    if length == plan.sizes.q_len:
+        return plan.queries
+    if length == plan.sizes.kv_len:
+        return plan.keys
+    lengths = " or ".join(map(str, dict.fromkeys((plan.sizes.q_len, plan.sizes.kv_len))))
+    raise WeftError(f"{plan.attention.name}: shard: expected {lengths} rows, those of the plan, got {length}")
+
+
+def _told(
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor, plan: ShardPlan, operands: Mapping[str, Any],
+    return_lse: bool,
+) -> dict[str, str]:  # fmt: skip
+    """What ranks compare: all that a mistake may differ in, by name, short."""
+    tensors = {"query": query, "key": key, "value": value, **operands}
+    flags = [n for n, t in tensors.items() if isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()]
+    shapes = [f"{n} {[*t.shape]} {str(t.dtype)[6:]}" for n, t in operands.items() if isinstance(t, Tensor)]
+    numbers = [f"{n}={v!r}" for n, v in operands.items() if not isinstance(v, Tensor)]
+    return {
+        "variant": f"{attention.name} ({attention.digest})",
+        "plan": plan.told,
+        "dtypes": ", ".join(str(t.dtype)[6:] for t in (query, key, value) if isinstance(t, Tensor)),
+        "operands": "; ".join((*shapes, *numbers)),
+        "gradients": ", ".join(flags) + ("; lse" if return_lse else ""),
+    }
+
+
+class _State(NamedTuple):
+    """What a call has besides tensors."""
+
+    cp: ContextParallel
+    plan: ShardPlan
+    numbers: dict[str, Any]
+    choices: Choices
+    names: tuple[str, ...]  # of tensor operands
+
+
+@lru_cache(maxsize=64)
+def _parts(plan: ShardPlan) -> Parts:
+    return Parts(plan)
+
+
+@lru_cache(maxsize=256)
+def _routes(plan: ShardPlan, rank: int, group: Any) -> list[Route]:
+    return [Route(plan, rank, step, group) for step in range(len(plan.steps(rank)))]
+
+
+class _Work:
+    """One call on one rank: what forward and backward share."""
+
+    def __init__(self, state: _State, query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Tensor]) -> None:
+        self.plan, self.rank, self.choices = state.plan, state.cp.rank, state.choices
+        self.query, self.key, self.value = query, key, value
+        self.parts, self.routes = _parts(self.plan), _routes(self.plan, self.rank, state.cp.group)
+        self.own = self.plan.queries.rows(self.rank)
+        self.operands = {**state.numbers, **dict(zip(state.names, tensors))}
+
+    def calls(self, step: int, at_hand: AtHand) -> Iterator[tuple[Piece, Variant, Call]]:
+        """The pieces of a step, and how each is called."""
+        for piece in self.parts.pieces(self.rank)[step]:
+            yield piece, *self._call(piece, at_hand.of(piece.keys))
+
+    def sinks(self) -> Iterator[tuple[Piece, Variant, Call]]:
+        """Pieces without keys, of queries whose sink no other piece has."""
+        nothing = self.key[:, :, :0], self.value[:, :, :0]
+        for queries in self.parts.sinks(self.rank):
+            piece = Piece(queries, (0, 0), True)
+            yield piece, *self._call(piece, nothing)
+
+    def _call(self, piece: Piece, keys: tuple[Tensor, Tensor]) -> tuple[Variant, Call]:
+        return self.parts.call(piece, (self._own(self.query, piece), *keys), self.operands, self.choices)
+
+    def rows(self, piece: Piece) -> Run:
+        """Where the queries of a piece lie among those of the rank."""
+        return run_in(piece.queries, self.own)
+
+    def _own(self, tensor: Tensor, piece: Piece) -> Tensor:
+        first, end = self.rows(piece)
+        return tensor[:, :, first:end]
+
+
+class _Sharded(torch.autograd.Function):
+    """Forward: keys travel to queries. Backward: in a ring they do so again, and gradients of keys travel back."""
+
+    @staticmethod
+    def forward(ctx: Any, state: _State, query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> Any:
+        work = _Work(state, query, key, value, tensors)
+        done = Joined(query, value.shape[3], work.parts)
+        kept: list[AtHand | None] = []
+        fetch = work.routes[0].start(key, value)
+        for step in range(len(work.routes)):
+            at_hand = fetch.wait()
+            if step + 1 < len(work.routes):
+                fetch = work.routes[step + 1].start(key, value)
+            for piece, variant, call in work.calls(step, at_hand):
+                done.add(work.rows(piece), *variant.forward(call))
+            kept.append(None if state.plan.strategy == "ring" else at_hand)
+        for piece, variant, call in work.sinks():
+            done.add(work.rows(piece), *variant.forward(call))
+        out, lse = done.result()
+        ctx.state, ctx.kept, ctx.is_far = state, kept, done.is_far
+        ctx.save_for_backward(query, key, value, out, lse, *tensors)
+        ctx.set_materialize_grads(False)
+        return out, lse.sum(0) if done.is_far else lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        state: _State = ctx.state
+        if torch.is_grad_enabled():
+            raise second_derivative(str(state.plan.attention.name))
+        query, key, value, out, lse, *tensors = ctx.saved_tensors
+        work = _Work(state, query, key, value, tensors)
+        every = ("query", "key", "value", *state.names)
+        wanted = frozenset(n for n, need in zip(every, ctx.needs_input_grad[1:]) if need)
+        dout = torch.zeros_like(out) if dout is None else dout
+        if dlse is not None and ctx.is_far:  # kernels read the gradient of either statistic
+            dlse = dlse.expand(2, *dlse.shape)
+        sums = Sums(work.query, {n: t for n, t in zip(state.names, tensors) if n in wanted})
+        dkey, dvalue = (torch.zeros(t.shape, dtype=wide(t), device=t.device) for t in (key, value))
+        returns, ahead = [], dict[int, Fetch]()
+        order = [*range(1, len(work.routes)), 0]  # others' keys first: gradients travel while its own are computed
+        for n, step in enumerate(order):
+            at_hand = ctx.kept[step]
+            if at_hand is None:
+                at_hand = (ahead.pop(step, None) or work.routes[step].start(key, value)).wait()
+                if n + 1 < len(order):
+                    ahead[order[n + 1]] = work.routes[order[n + 1]].start(key, value)
+            of_key, of_value = Sum(at_hand.key), Sum(at_hand.value)
+            for piece, variant, call in work.calls(step, at_hand):
+                rows = work.rows(piece)
+                given = given_at(rows, out, lse, dout, dlse)
+                found = gradients(variant, call, given, wanted)
+                sums.add(rows, found)
+                there = run_in(piece.keys, at_hand.rows)
+                for name, total in (("key", of_key), ("value", of_value)):
+                    if name in found:
+                        total.add(there, found[name])
+            if wanted & {"key", "value"}:
+                returns.append(work.routes[step].give_back(of_key.result(), of_value.result()))
+        for piece, variant, call in work.sinks():
+            rows = work.rows(piece)
+            given = given_at(rows, out, lse, dout, dlse)
+            sums.add(rows, sink_gradients(variant, call, given, wanted))
+        for returned in returns:
+            returned.add_to(dkey, dvalue)
+        found = {**sums.result(state.cp.group), "key": dkey.to(key.dtype), "value": dvalue.to(value.dtype)}
+        return None, *(found[n] if n in wanted else None for n in every)
+
+
+class _Whole(torch.autograd.Function):
+    """Rows of all ranks, in the order of their positions."""
+
+    @staticmethod
+    def forward(ctx: Any, cp: ContextParallel, plan: ShardPlan, tensor: Tensor, dim: int) -> Tensor:
+        deal = _deal_of(plan, tensor.shape[dim], cp.rank)
+        ctx.deal, ctx.rank, ctx.dim = deal, cp.rank, dim
+        rows = tensor.movedim(dim, 0).contiguous()
+        sizes = [count(deal.rows(r)) for r in range(cp.ranks)]
+        most = max(sizes)
+        padded = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])]) if len(rows) < most else rows
+        gathered = rows.new_empty(cp.ranks * most, *rows.shape[1:])
+        all_gather(gathered, padded, cp.group)
+        parts: list[tuple[Run, Tensor]] = []
+        for rank in range(cp.ranks):
+            own = deal.rows(rank)
+            parts += [(run, gathered[rank * most + a : rank * most + b]) for run, (a, b) in zip(own, places(own, own))]
+        parts.sort(key=lambda part: part[0])
+        return torch.cat([part for _, part in parts]).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        own = ctx.deal.rows(ctx.rank)
+        parts = [gradient.narrow(ctx.dim, first, end - first) for first, end in own]
+        return None, None, torch.cat(parts, ctx.dim) if parts else gradient.narrow(ctx.dim, 0, 0), None
+
+
+def _deal_of(plan: ShardPlan, rows: int, rank: int) -> Deal:
+    """That of queries or of keys, by the rows that a rank holds."""
+    for deal in (plan.queries, plan.keys):
+        if count(deal.rows(rank)) == rows:
+            return deal
+    expected = " or ".join(str(n) for n in sorted({count(d.rows(rank)) for d in (plan.queries, plan.keys)}))
+    raise WeftError(f"{plan.attention.name}: unshard: expected {expected} rows, those of rank {rank}, got {rows}")
+
+
+# -- DTensors ----------------------------------------------------------------------------------------------------------
+@lru_cache(maxsize=16)
+def _of_mesh(mesh: DeviceMesh, dim: int) -> ContextParallel:
+    return ContextParallel(mesh, dim, balance="contiguous")  # rows as DTensors have them
+
+
+@lru_cache(maxsize=256)
+def _plan_of_mesh(
+    cp: ContextParallel, attention: Attention, sizes: Shape, q_offset: int, numbers: tuple[tuple[str, Any], ...]
+) -> ShardPlan:
+    return _planned(cp, attention, sizes, q_offset, dict(numbers))
+
+
+def _planned(
+    cp: ContextParallel, attention: Attention, sizes: Shape, q_offset: int, given: Mapping[str, Any]
+) -> ShardPlan:
+    return cp.plan(
+        attention, batch=sizes.batch, heads=sizes.heads, kv_heads=sizes.kv_heads, length=sizes.q_len,
+        kv_length=sizes.kv_len, head_dim=sizes.head_dim, value_dim=sizes.value_dim, dtype=sizes.dtype,
+        q_offset=q_offset, **given,
+    )  # fmt: skip
+
+
+def over_mesh(
+    mesh: DeviceMesh, dim: int, attention: Attention, tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple[int, int],
+    operands: Mapping[str, Any], options: CallOptions,
+) -> Any:  # fmt: skip
+    """out, or (out, lse), of this process's rows of a sequence that a dimension of the mesh divides into neighbours.
+
+    tensors: its rows of query, key and value. lengths: of all queries and keys. operands: whole.
+    """
+    query, key, value = tensors
+    sizes = Shape(query.shape[0], query.shape[1], key.shape[1], *lengths, query.shape[3], value.shape[3],
+                  DTYPES[query.dtype])  # fmt: skip
+    q_offset = lengths[1] - lengths[0] if options.q_offset is None else as_number(options.q_offset, int)
+    cp, decisive = _of_mesh(mesh, dim), decisive_tensors(attention)
+    numbers = {n: v for n, v in operands.items() if not isinstance(v, Tensor)}
+    if decisive:
+        plan = _planned(cp, attention, sizes, q_offset, numbers | {n: operands[n] for n in decisive if n in operands})
+    else:
+        plan = _plan_of_mesh(cp, attention, sizes, q_offset, tuple(sorted(numbers.items())))
+    return cp.attention(attention, query, key, value, plan=plan, return_lse=options.return_lse, target=options.target,
+                        deterministic=options.deterministic, **operands)  # fmt: skip

@@ -1,0 +1,269 @@
+"""One piece of a call: a run of queries over a run of keys, forward and backward, and how pieces are joined."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ir.attention import Attention
+from ..ir.expr import TensorOperand
+from ..merging import lse_and_shares
+from ..runtime.call import MAIN, BackwardCall, Call, Choices, Dense, Packed, Sequences
+from ..runtime.ops.library import as_read
+from ..runtime.run.variant import Variant, variant_of
+from .placed import names_beside, placed, without_sink
+from .rows import Run, Runs, places
+from .shardplan import ShardPlan
+
+
+class Piece(NamedTuple):
+    """A run of queries over a run of keys, rows of the whole sequence."""
+
+    queries: Run
+    keys: Run
+    sink: bool  # whether the sink of these queries is counted here
+
+
+class Parts:
+    """The pieces of a plan, and the variants that they are computed with."""
+
+    def __init__(self, plan: ShardPlan) -> None:
+        whole: Attention = placed(plan.attention, packed=plan.starts is not None)
+        self.plan, self.names = plan, names_beside(plan.attention)
+        self.with_sink, self.others = variant_of(whole), variant_of(without_sink(whole))
+        self.has_sink = whole.folded_sink is not None
+        self.pieces, self.sinks, self.packed = cache(self._pieces), cache(self._sinks), cache(self._packed)
+
+    def _pieces(self, rank: int) -> list[list[Piece]]:
+        """Of each step. The first piece that has all queries of a task has their sink."""
+        found, without = (
+            list[list[Piece]](),
+            {task.queries for task in self.plan.tasks[rank]} if self.has_sink else set(),
+        )
+        for step in self.plan.pieces(rank):
+            pieces = []
+            for queries, (keys,) in step:
+                pieces.append(Piece(queries, keys, queries in without))
+                without.discard(queries)
+            found.append(pieces)
+        return found
+
+    def _sinks(self, rank: int) -> list[Run]:
+        """Queries whose sink no piece has."""
+        if not self.has_sink:
+            return []
+        have = {piece.queries for step in self.pieces(rank) for piece in step if piece.sink}
+        return [task.queries for task in self.plan.tasks[rank] if task.queries not in have]
+
+    def call(
+        self, piece: Piece, tensors: tuple[Tensor, Tensor, Tensor], operands: Mapping[str, Any], choices: Choices
+    ) -> tuple[Variant, Call]:
+        """tensors: query, key and value of the piece."""
+        plan, names = self.plan, self.names
+        variant = self.with_sink if piece.sink else self.others
+        beside: dict[str, Any]
+        if plan.starts is None:
+            beside = {names.first_key: piece.keys[0], names.q_len: plan.sizes.q_len, names.kv_len: plan.sizes.kv_len}
+            sequences: Sequences = Dense(plan.q_offset + piece.queries[0] - piece.keys[0])
+        else:
+            sequences, beside = self.packed(piece, tensors[0].device)
+        given = {n: operands[n] if n in operands else beside[n] for n in variant.names}
+        return variant, Call(*tensors, None, given, sequences, choices, plan.sizes.head_dim)
+
+    def _packed(self, piece: Piece, device: torch.device) -> tuple[Packed, dict[str, Any]]:
+        """Where the rows of packed sequences lie in a piece, and what a placed variant reads of them."""
+        plan, names = self.plan, self.names
+        assert plan.starts is not None
+        (first, end), (first_key, end_key) = piece.queries, piece.keys
+        number = max(0, bisect_right(plan.starts, first) - 1)  # of the first sequence that has a query here
+        behind = max(number, bisect_left(plan.starts, end))
+        starts = plan.starts[number : behind + 1]
+        of_queries = [min(max(s, first), end) - first for s in starts]
+        of_keys = [min(max(s, first_key), end_key) - first_key for s in starts]
+        firsts = [max(first_key, s) - s for s in starts[:-1]]
+        offsets = [max(first, s) - s - n for s, n in zip(starts, firsts)]
+        lengths = [b - a for a, b in pairwise(starts)]
+        cu_q, cu_kv, q_offset, first_keys, all_rows = (
+            torch.tensor(n, dtype=torch.int32, device=device) for n in (of_queries, of_keys, offsets, firsts, lengths)
+        )
+        beside = {names.first_key: first_keys, names.q_len: all_rows, names.kv_len: all_rows, names.batch: number}
+        beside[names.last] = max(0, plan.longest - 1)
+        return Packed(cu_q, cu_kv, q_offset), beside
+
+
+class Joined:
+    """out and lse of the queries of a rank, joined piece by piece.
+
+    lse is as kernels give it: [B, Hq, L], or [2, B, Hq, L] where scores may lie far from 0.
+    """
+
+    def __init__(self, query: Tensor, width: int, parts: Parts) -> None:
+        facts = parts.with_sink.facts
+        self.is_far, self.sums = facts.scores_lie_far, not facts.attention.weighs.saves_lse
+        self.parts, self.query = parts, query
+        batch, heads, rows = query.shape[:3]
+        self.shape = batch, heads, rows, width
+        self.whole: tuple[Tensor, Tensor] | None = None  # of one piece with all rows
+        self.out = self.lse = query.new_empty(0)
+
+    def add(self, rows: Run, out: Tensor, lse: Tensor) -> None:
+        """Join a piece's result. rows: where its queries lie among the rank's."""
+        if self.whole is None and not self.out.numel() and rows == (0, self.shape[2]):
+            self.whole = out, lse
+            return
+        self._begin()
+        first, end = rows
+        so_far, known = self.out[:, :, first:end], self.lse[..., first:end]
+        if self.sums:
+            so_far.add_(out)
+            return
+        if self.is_far:
+            new, shares = _far(torch.stack([known, lse]))
+        else:
+            new, shares = lse_and_shares(torch.stack([known, lse]))
+        so_far.mul_(shares[0, ..., None]).add_(shares[1, ..., None] * out)
+        known.copy_(new)
+
+    def _begin(self) -> None:
+        """Sums of all rows, in float32 at least."""
+        if self.out.numel() or 0 in self.shape:
+            return
+        dtype = torch.promote_types(self.query.dtype, torch.float32)
+        self.out = torch.zeros(self.shape, dtype=dtype, device=self.query.device)
+        shape = (2, *self.shape[:3]) if self.is_far else self.shape[:3]
+        self.lse = torch.full(shape, -torch.inf, dtype=dtype, device=self.query.device)
+        if self.is_far:
+            self.lse[1].zero_()
+        if self.whole is not None:
+            (out, lse), self.whole = self.whole, None
+            self.out.copy_(out)
+            self.lse.copy_(lse)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """out in the dtype of the query, and lse."""
+        if self.whole is not None:
+            return self.whole
+        self._begin()
+        if 0 in self.shape:
+            lse = (2, *self.shape[:3]) if self.is_far else self.shape[:3]
+            return self.query.new_zeros(self.shape), self.query.new_zeros(lse, dtype=torch.float32)
+        return self.out.to(self.query.dtype), self.lse
+
+
+def _far(lses: Tensor) -> tuple[Tensor, Tensor]:
+    """As lse_and_shares, of two statistics of a row, [n, 2, ...]: its greatest score, and the log of the sum of
+    exp(score - greatest), each exact where their sum is not."""
+    greatest = lses[:, 0].amax(0)
+    finite = torch.where(greatest == -torch.inf, 0.0, greatest)
+    rest, shares = lse_and_shares(lses[:, 0] - finite + lses[:, 1])
+    seen = greatest != -torch.inf
+    return torch.stack([greatest, torch.where(seen, rest, 0.0)]), shares
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """What sums of such numbers are kept in."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+class Sum:
+    """A sum over pieces of gradients [B, H, rows, width]: one piece of all rows stays as it is."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.whole: Tensor | None = None
+        self.sum: Tensor | None = None
+
+    def add(self, rows: Run, part: Tensor) -> None:
+        """Add a part in these rows."""
+        if self.sum is None:
+            if self.whole is None and rows == (0, self.like.shape[2]):
+                self.whole = part
+                return
+            self.sum = torch.zeros(self.like.shape, dtype=wide(self.like), device=self.like.device)
+            if self.whole is not None:
+                self.sum.add_(self.whole)
+                self.whole = None
+        self.sum[:, :, rows[0] : rows[1]].add_(part)
+
+    def result(self) -> Tensor:
+        """In the dtype of what it is the gradient of."""
+        if self.whole is not None:
+            return self.whole
+        return torch.zeros_like(self.like) if self.sum is None else self.sum.to(self.like.dtype)
+
+
+class Sums:
+    """Gradients of queries, and those of operands, which all ranks share."""
+
+    def __init__(self, query: Tensor, operands: Mapping[str, Tensor]) -> None:
+        self.query, self.tensors = Sum(query), operands
+        self.operands = {n: torch.zeros_like(t, dtype=wide(t)) for n, t in operands.items()}
+
+    def add(self, rows: Run, found: Mapping[str, Tensor]) -> None:
+        """Add those of a piece."""
+        if "query" in found:
+            self.query.add(rows, found["query"])
+        for name, total in self.operands.items():
+            if name in found:
+                total.add_(found[name])
+
+    def result(self, group: Any) -> dict[str, Tensor]:
+        """By name, those of operands summed over ranks."""
+        for total in self.operands.values():
+            torch.distributed.all_reduce(total, group=group)
+        return {"query": self.query.result(), **{n: t.to(self.tensors[n].dtype) for n, t in self.operands.items()}}
+
+
+def operand_names(variant: Attention) -> list[str]:
+    """The tensor operands, in order."""
+    return [p.name for p in variant.parameters if isinstance(p, TensorOperand)]
+
+
+class Given(NamedTuple):
+    """What a backward starts from. out, lse: of these queries over all keys, of all ranks."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+
+
+def given_at(rows: Run, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Given:
+    """These rows of all that a backward starts from."""
+    first, end = rows
+    return Given(
+        out[:, :, first:end], lse[..., first:end], dout[:, :, first:end], None if dlse is None else dlse[..., first:end]
+    )
+
+
+def gradients(variant: Variant, call: Call, given: Given, wanted: frozenset[str]) -> dict[str, Tensor]:
+    """A piece's part of the gradients. A pair weighs exp(score - lse), whoever computes it: with lse and out of all
+    keys, the backward of a piece gives its part of all (Dao 2023, "FlashAttention-2", section 3.1)."""
+    own = wanted & {*MAIN, *variant.names}
+    return variant.backward(as_read(BackwardCall(call, given.out, given.lse, given.dout, given.dlse, own)))
+
+
+def sink_gradients(variant: Variant, call: Call, given: Given, wanted: frozenset[str]) -> dict[str, Tensor]:
+    """Those of what the sinks of these queries read: a sink weighs exp(sink - lse), and has no value."""
+    out, sink = variant.forward(call)
+    lse = given.lse.sum(0) if variant.facts.scores_lie_far else given.lse
+    shown = sink.sum(0) if variant.facts.scores_lie_far else sink
+    weight = torch.where(shown == -torch.inf, 0.0, (shown - lse).exp())
+    delta = (given.out.to(weight.dtype) * given.dout).sum(-1)
+    dlse = weight * ((0.0 if given.dlse is None else given.dlse) - delta)
+    if variant.facts.scores_lie_far:
+        dlse = torch.stack([dlse, dlse])
+    own = wanted & {*variant.names}
+    return variant.backward(BackwardCall(call, out, sink, torch.zeros_like(out), dlse, own))
+
+
+def run_in(rows: Run, among: Runs) -> Run:
+    """Where one run lies among rows that follow each other."""
+    ((first, end),) = places((rows,), among)
+    return first, end

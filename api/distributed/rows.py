@@ -1,0 +1,126 @@
+"""Which rows of a sequence: runs of neighbours, and how runs are dealt to ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+Run = tuple[int, int]  # first row, and the one behind the last
+Runs = tuple[Run, ...]  # not empty, apart from each other, in order
+
+
+def joined(runs: Iterable[Run]) -> Runs:
+    """All rows of these runs, which may overlap.
+
+    >>> joined([(4, 6), (0, 2), (5, 9), (2, 3), (9, 9)])
+    ((0, 3), (4, 9))
+    """
+    found: list[Run] = []
+    for first, end in sorted(run for run in runs if run[0] < run[1]):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((first, end))
+    return tuple(found)
+
+
+def common(some: Runs, others: Runs) -> Runs:
+    """Rows that are in both.
+
+    >>> common(((0, 4), (8, 12)), ((2, 9),))
+    ((2, 4), (8, 9))
+    """
+    found, n, m = [], 0, 0
+    while n < len(some) and m < len(others):
+        first, end = max(some[n][0], others[m][0]), min(some[n][1], others[m][1])
+        if first < end:
+            found.append((first, end))
+        if some[n][1] <= others[m][1]:
+            n += 1
+        else:
+            m += 1
+    return tuple(found)
+
+
+def count(runs: Runs) -> int:
+    """How many rows."""
+    return sum(end - first for first, end in runs)
+
+
+def places(runs: Runs, among: Runs) -> Iterator[Run]:
+    """Where these rows lie in a tensor that has the rows `among` one after the other. Each run is inside one of them.
+
+    >>> list(places(((9, 11), (20, 22)), ((0, 4), (8, 12), (20, 30))))
+    [(5, 7), (8, 10)]
+    """
+    starts = [0, *accumulate(end - first for first, end in among)]
+    n = 0
+    for first, end in runs:
+        while among[n][1] <= first:
+            n += 1
+        yield starts[n] + first - among[n][0], starts[n] + end - among[n][0]
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Rows of one axis, cut into chunks of one size, the last ones shorter or empty, each of which has an owner."""
+
+    length: int
+    chunk: int  # rows
+    owners: tuple[int, ...]  # the rank of each chunk
+    ranks: int
+
+    def rows(self, rank: int) -> Runs:
+        """Those that a rank owns. It has them in this order."""
+        ends = (
+            (min(n * self.chunk, self.length), min((n + 1) * self.chunk, self.length))
+            for n, owner in enumerate(self.owners)
+            if owner == rank
+        )
+        return joined(ends)
+
+
+def chunk_of(length: int, number: int, multiple: int = 1) -> int:
+    """Rows of each of `number` chunks, a multiple of this where there are enough rows.
+
+    >>> chunk_of(10, 4), chunk_of(1000, 4, 128), chunk_of(100, 4, 128)
+    (3, 256, 25)
+    """
+    rows = -(-length // number)
+    whole = -(-rows // multiple) * multiple
+    return max(1, whole if whole * (number - 1) < length else rows)
+
+
+def contiguous(length: int, ranks: int) -> Deal:
+    """A run of neighbours for each rank, as torch.chunk cuts a dimension."""
+    return Deal(length, chunk_of(length, ranks), tuple(range(ranks)), ranks)
+
+
+def zigzag(length: int, ranks: int) -> Deal:
+    """Two chunks for each rank, one from either end: causal masks then leave all ranks the same number of pairs
+    (Brandon et al. 2023, "Striped Attention"; the zigzag form of ring attention)."""
+    order = (*range(ranks), *reversed(range(ranks)))
+    return Deal(length, chunk_of(length, 2 * ranks), order, ranks)
+
+
+def striped(length: int, ranks: int, stripes: int = 16) -> Deal:
+    """Chunks in turn, up to this many for each rank."""
+    number = ranks * max(1, min(stripes, -(-length // ranks)))
+    return Deal(length, chunk_of(length, number), tuple(n % ranks for n in range(number)), ranks)
+
+
+def by_pairs(length: int, ranks: int, pairs: Sequence[int]) -> Deal:
+    """As many chunks for each rank, so that the ranks have about the same number of visible pairs.
+
+    pairs: of each chunk; their number is a multiple of that of the ranks. The largest goes first, to the rank with the
+    fewest pairs that has room left.
+    """
+    each = len(pairs) // ranks
+    sums, owners, room = [0] * ranks, [0] * len(pairs), [each] * ranks
+    for n in sorted(range(len(pairs)), key=lambda n: (-pairs[n], n)):
+        rank = min((r for r in range(ranks) if room[r]), key=lambda r: (sums[r], r))
+        owners[n] = rank
+        sums[rank] += pairs[n]
+        room[rank] -= 1
+    return Deal(length, chunk_of(length, len(pairs)), tuple(owners), ranks)

@@ -1,0 +1,466 @@
+"""`ShardPlan`: which rank owns which rows, which keys it needs from whom, and what that is predicted to take."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from ..compiler.planning.machines import hardware
+from ..compiler.planning.machines.hardware import Hardware
+from ..compiler.planning.records import Shape
+from ..ir.attention import Attention
+from ..ir.errors import Problem, UnavailableError, WeftError, counted, shown
+from ..ir.numbers import is_int
+from . import rows
+from .rows import Deal, Run, Runs, common, count, joined
+from .seen import PackedSight, Sight
+
+Strategy = Literal["gather", "ring", "exchange", "heads"]
+Balance = Literal["contiguous", "zigzag", "striped", "pairs"]
+STRATEGIES: tuple[Strategy, ...] = ("exchange", "ring", "gather", "heads")
+BALANCES: tuple[Balance, ...] = ("contiguous", "zigzag", "striped", "pairs")
+AUTO = "auto"
+_CHUNKS = 8  # of a rank, where chunks are dealt by visible pairs
+# Shares of what long matrix products reach that attention kernels reach, and passes of a backward for each of a forward
+# (docs/performance.md has the rows).
+_FORWARD, _BACKWARD, _PRODUCTS = 0.8, 0.65, 2.5
+_JOINED_BYTES = 16  # that joining two results moves for each element of out
+
+
+@dataclass(frozen=True)
+class Links:
+    """What a device receives from others, bytes/s one way: a guess where nobody measured it."""
+
+    per_host: int = 8  # devices of a host
+    in_host: float = 360e9  # NVLink of an H100, 450e9 by its data sheet, and 0.8 of it
+    between: float = 40e9  # a network card of 400 Gb/s a device, and 0.8 of it
+
+
+class Task(NamedTuple):
+    """Neighbouring queries of a rank, and the keys that they may see. Rows are those of the whole sequence."""
+
+    queries: Run
+    keys: Runs
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Of the slowest rank, seconds; bytes that the busiest rank receives."""
+
+    forward: float
+    backward: float
+    alone: float  # forward and backward of one device that has all
+    bytes_in_host: int
+    bytes_between: int
+    bound: str  # "products", "links of a host", "links between hosts"
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def gain(self) -> float:
+        """Times as fast as one device."""
+        return self.alone / self.seconds
+
+
+@dataclass(frozen=True, eq=False)
+class ShardPlan:
+    """How a call is divided over ranks. It is data: nothing is sent while it is made, and no process group is needed.
+
+    Rows of a tensor that a rank holds are those that it owns, in the order of their positions (`queries.rows(rank)`).
+    """
+
+    attention: Attention
+    sizes: Shape  # of the whole call
+    q_offset: int  # position of query row 0
+    ranks: int
+    strategy: Strategy
+    balance: Balance
+    queries: Deal
+    keys: Deal
+    tasks: tuple[tuple[Task, ...], ...]  # of each rank
+    pairs: tuple[int, ...]  # that the queries of each rank see, of a head of a batch row
+    hardware: Hardware
+    links: Links
+    sight: Sight | PackedSight = field(repr=False)
+    starts: tuple[int, ...] | None = None  # the first row of each packed sequence, and the end of the last
+    looked_at: Mapping[str, Any] = field(default_factory=dict)  # operands whose values the plan stands on
+    # other strategies that were thought of: name, seconds, times as fast as one device
+    others: tuple[tuple[str, float, float], ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest packed sequence."""
+        assert self.starts is not None
+        return max((b - a for a, b in pairwise(self.starts)), default=0)
+
+    @cached_property
+    def told(self) -> str:
+        """The plan in a line, for ranks to compare."""
+        sizes = self.sizes
+        made_of = repr(
+            (sizes, self.q_offset, self.ranks, self.strategy, self.overlaps, self.queries, self.keys, self.tasks)
+        )
+        digest = hashlib.sha256(made_of.encode()).hexdigest()[:8]
+        return f"{self.strategy}, {self.balance}, {sizes.q_len} queries, {sizes.kv_len} keys ({digest})"
+
+    def needed(self, rank: int) -> Runs:
+        """Keys that the queries of a rank may see; all keys where they are gathered."""
+        if self.strategy == "gather":
+            return joined([(0, self.sizes.kv_len)])
+        return self._needed[rank]
+
+    @cached_property
+    def _needed(self) -> list[Runs]:
+        return [joined(run for task in tasks for run in task.keys) for tasks in self.tasks]
+
+    def received(self, rank: int, source: int) -> Runs:
+        """Keys that a rank has from another one."""
+        return common(self.needed(rank), self.keys.rows(source))
+
+    @cached_property
+    def overlaps(self) -> bool:
+        """Whether a rank's own keys are computed while others travel. Two results of each row are then joined, which
+        takes a pass through memory; else all keys are computed at once."""
+        if self.strategy in ("ring", "gather") or self.ranks == 1:
+            return self.strategy == "ring"
+        sizes, busiest = self.sizes, max(self._travel(rank) for rank in range(self.ranks))
+        joined_bytes = _JOINED_BYTES * sizes.batch * sizes.heads * sizes.value_dim * sizes.q_len / self.ranks
+        return busiest > joined_bytes / self.hardware.hbm_bytes_per_second
+
+    def steps(self, rank: int) -> list[tuple[int, ...]]:
+        """The ranks whose keys are computed together, in order: in a ring one after the other, else its own before all
+        others', or all at once."""
+        others = [(rank - n) % self.ranks for n in range(1, self.ranks)]
+        if self.strategy == "ring":
+            return [(rank,), *((other,) for other in others)]
+        return [(rank,), tuple(sorted(others))] if self.overlaps else [tuple(range(self.ranks))]
+
+    def step_rows(self, rank: int, sources: tuple[int, ...]) -> Runs:
+        """Keys that a rank has at hand in a step with these sources."""
+        return joined(run for source in sources for run in self.received(rank, source))
+
+    def pieces(self, rank: int) -> list[list[Task]]:
+        """What a rank computes in each step: runs of queries, each with one run of keys."""
+        return self._pieces(rank)
+
+    @cached_property
+    def _pieces(self) -> Callable[[int], list[list[Task]]]:
+        def of(rank: int) -> list[list[Task]]:
+            found = []
+            for sources in self.steps(rank):
+                at_hand = self.step_rows(rank, sources)
+                pairs = ((task.queries, keys) for task in self.tasks[rank] for keys in common(task.keys, at_hand))
+                seen = (Task(self.sight.queries(keys, queries), (keys,)) for queries, keys in pairs)
+                found.append([piece for piece in seen if piece.queries[0] < piece.queries[1]])
+            return found
+
+        return cache(of)
+
+    @cached_property
+    def predicted(self) -> Predicted:
+        """By a simple model: products at the rate that attention kernels reach, rows at that of links, both at once
+        where a step computes while the next one's keys travel."""
+        sizes, machine = self.sizes, self.hardware
+        flops = 2 * sizes.batch * sizes.heads * (sizes.head_dim + sizes.value_dim)
+        rate = machine.matrix_flops(sizes.dtype)
+        seconds = flops / rate / _FORWARD, _PRODUCTS * flops / rate / _BACKWARD  # of a pair
+        alone = sum(self.pairs) * sum(seconds)
+        if self.strategy == "heads":
+            return self._predicted_of_heads(seconds, alone)
+        of_row = sizes.batch * sizes.kv_heads * (sizes.head_dim + sizes.value_dim) * sizes.element_bytes
+        slowest, busiest, bound = (0.0, 0.0), (0, 0), "products"
+        for rank in range(self.ranks):
+            inside, beyond = (n * of_row for n in self._received(rank))
+            travel = self._travel(rank)
+            hidden = 1.0 if self.strategy == "ring" else self._own_share(rank) if self.overlaps else 0.0
+            times = []
+            for n, of_pair in enumerate(seconds):
+                compute = self.pairs[rank] * of_pair
+                moved = travel * (1 + n)  # gradients go the same way back
+                exposed = max(0.0, moved - hidden * compute)
+                times.append(compute + exposed)
+                if exposed > compute and sum(times) >= sum(slowest):
+                    bound = "links between hosts" if beyond / self.links.between > travel / 2 else "links of a host"
+            if sum(times) > sum(slowest):
+                slowest = times[0], times[1]
+            busiest = max(busiest, (inside, beyond), key=sum)
+        return Predicted(*slowest, alone, *busiest, bound)
+
+    def _predicted_of_heads(self, seconds: tuple[float, float], alone: float) -> Predicted:
+        sizes, n = self.sizes, self.ranks
+        widths = sizes.head_dim + sizes.value_dim
+        elements = sizes.batch * (sizes.heads * sizes.q_len + max(sizes.kv_heads, n) * sizes.kv_len) * widths
+        moved = elements * sizes.element_bytes * (n - 1) // n**2
+        inside = min(n, self.links.per_host) - 1
+        share = inside / max(1, n - 1)
+        travel = moved * share / self.links.in_host + moved * (1 - share) / self.links.between
+        compute = [sum(self.pairs) / n * s for s in seconds]
+        bound = "products" if compute[0] > travel else "links between hosts" if share < 1 else "links of a host"
+        forward, backward = compute[0] + travel, compute[1] + 2 * travel
+        return Predicted(forward, backward, alone, round(moved * share), round(moved * (1 - share)), bound)
+
+    def _travel(self, rank: int) -> float:
+        """Seconds that the keys of a forward take to arrive."""
+        sizes = self.sizes
+        of_row = sizes.batch * sizes.kv_heads * (sizes.head_dim + sizes.value_dim) * sizes.element_bytes
+        inside, beyond = self._received(rank)
+        return of_row * (inside / self.links.in_host + beyond / self.links.between)
+
+    def _received(self, rank: int) -> tuple[int, int]:
+        """Rows of keys from other ranks of its host, and from other hosts."""
+        needed, host = self.needed(rank), rank // self.links.per_host
+        first = host * self.links.per_host
+        near = range(first, min(self.ranks, first + self.links.per_host))
+        own = count(common(needed, self.keys.rows(rank)))
+        inside = sum(count(common(needed, self.keys.rows(r))) for r in near) - own
+        return inside, count(needed) - own - inside
+
+    def _own_share(self, rank: int) -> float:
+        needed = count(self._needed[rank])
+        return count(common(self._needed[rank], self.keys.rows(rank))) / needed if needed else 1.0
+
+    def explain(self) -> str:
+        """The plan for a person. All times are predicted."""
+        return "\n".join(_lines(self))
+
+
+def plan(
+    attention: Attention, *, ranks: int, batch: int = 1, heads: int, kv_heads: int | None = None, length: int,
+    kv_length: int | None = None, head_dim: int, value_dim: int | None = None, dtype: str = "bf16",
+    q_offset: int | None = None, cu_seqlens: Sequence[int] | Tensor | None = None, strategy: str = AUTO,
+    balance: str = AUTO, device: str | None = None, links: Links | None = None, **operands: Any,
+) -> ShardPlan:  # fmt: skip
+    """A plan for any number of ranks, of machines that need not be there.
+
+    length, kv_length: of the whole sequence. cu_seqlens: of sequences packed into one batch row, the first row of each,
+    and the end of the last; positions, lengths and `batch` are then those of a sequence. operands: numbers that the
+    mask reads, and the tensors whose values decide which keys are seen, such as document ids; a plan that stands on
+    values holds for these alone. strategy: "gather", "ring", "exchange", "heads", or "auto"; balance: "contiguous",
+    "zigzag", "striped", "pairs", or "auto", which takes what is predicted to be fastest. device: a name such as "h100";
+    this machine where not given.
+
+    Raises WeftError for sizes and names that are none, and UnavailableError for what is not divided over ranks.
+    """
+    refuse(attention)
+    keys = length if kv_length is None else kv_length
+    sizes = Shape(batch, heads, heads if kv_heads is None else kv_heads, length, keys, head_dim,
+                  head_dim if value_dim is None else value_dim, dtype)  # fmt: skip
+    _check(ranks, sizes, strategy, balance)
+    starts = None if cu_seqlens is None else _starts(cu_seqlens, sizes, q_offset)
+    offset = keys - length if q_offset is None else q_offset
+    machine = hardware.this_machine() if device is None else hardware.by_name(device)
+    sight: Sight | PackedSight
+    if starts is None:
+        sight = Sight(attention, sizes, offset, operands)
+    else:
+        sight = PackedSight(attention, sizes, starts, operands)
+    looked_at = {n: operands[n] for n in sorted(sight.stands_on)}
+    maker = _Maker(attention, sizes, offset, ranks, machine, links or Links(), sight, looked_at, starts)
+    return maker.best(strategy, balance)
+
+
+def plan_of_sizes(
+    attention: Attention, sizes: Shape, ranks: int, per_host: int, device: str | None, operands: Mapping[str, Any]
+) -> ShardPlan:
+    """The same for the sizes of a call, of hosts with so many devices."""
+    return plan(
+        attention, ranks=ranks, batch=sizes.batch, heads=sizes.heads, kv_heads=sizes.kv_heads, length=sizes.q_len,
+        kv_length=sizes.kv_len, head_dim=sizes.head_dim, value_dim=sizes.value_dim, dtype=sizes.dtype, device=device,
+        links=Links(per_host=per_host), **operands,
+    )  # fmt: skip
+
+
+def refuse(attention: Attention) -> None:
+    """Raise UnavailableError for variants that are not computed over ranks."""
+    if attention.latent is not None:
+        raise UnavailableError(
+            f"{attention.name}: latent attention is not divided over ranks by sequence; expand keys and values, and "
+            "call a variant without latent="
+        )
+    if attention.drops:
+        raise UnavailableError(
+            f"{attention.name}: dropout is not divided over ranks by sequence: its draws count rows from 0 on each; "
+            "use train=False, or dropout=0"
+        )
+
+
+def _starts(given: Sequence[int] | Tensor, sizes: Shape, q_offset: int | None) -> tuple[int, ...]:
+    """The starts of packed sequences. Raises WeftError for those that are none."""
+    starts = tuple(int(n) for n in (given.tolist() if isinstance(given, Tensor) else given))
+    problems = []
+    if not starts or starts[0] != 0 or any(a > b for a, b in pairwise(starts)) or starts[-1] > sizes.q_len:
+        expected = f"the first row of each sequence from 0 on, and the end, at most {sizes.q_len}"
+        problems.append(Problem(option="cu_seqlens", expected=expected, got=shown(list(starts[:8]))))
+    if sizes.batch != 1 or sizes.q_len != sizes.kv_len:
+        got = f"{sizes.batch} and {sizes.q_len}, {sizes.kv_len}"
+        expected = "one batch row, and as many queries as keys"
+        problems.append(Problem(option="cu_seqlens", expected=expected, got=got))
+    if q_offset is not None:
+        problems.append(Problem(option="q_offset", what="packed sequences start at position 0; leave it out"))
+    if problems:
+        raise WeftError.of("plan", *problems)
+    return starts
+
+
+def _check(ranks: int, sizes: Shape, strategy: str, balance: str) -> None:
+    numbers = {"ranks": ranks, "batch": sizes.batch, "heads": sizes.heads, "kv_heads": sizes.kv_heads,
+               "length": sizes.q_len, "kv_length": sizes.kv_len, "head_dim": sizes.head_dim}  # fmt: skip
+    problems = [
+        Problem(option=n, expected="a positive int", got=shown(v)) for n, v in numbers.items() if not is_int(v, least=1)
+    ]
+    for name, value, known in (("strategy", strategy, STRATEGIES), ("balance", balance, BALANCES)):
+        if value not in (AUTO, *known):
+            problems.append(Problem(option=name, expected=f"one of {', '.join((AUTO, *known))}", got=shown(value)))
+    if not problems and sizes.heads % sizes.kv_heads:
+        problems.append(
+            Problem(option="heads", expected=f"a multiple of kv_heads {sizes.kv_heads}", got=str(sizes.heads))
+        )
+    if problems:
+        raise WeftError.of("plan", *problems)
+    if strategy == "heads" and (why := _not_by_heads(sizes, ranks)):
+        raise WeftError(f"plan: strategy='heads': {why}")
+
+
+def _not_by_heads(sizes: Shape, ranks: int) -> str | None:
+    """Why heads cannot be divided; None where they can."""
+    if sizes.heads % ranks:
+        return f"expected a number of heads that {ranks} ranks divide, got {sizes.heads}"
+    if sizes.kv_heads % ranks and ranks % sizes.kv_heads:
+        return f"expected key heads that divide {ranks} ranks, or the other way around, got {sizes.kv_heads}"
+    return None
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes plans that differ in strategy and balance."""
+
+    attention: Attention
+    sizes: Shape
+    q_offset: int
+    ranks: int
+    machine: Hardware
+    links: Links
+    sight: Sight | PackedSight
+    looked_at: Mapping[str, Any]
+    starts: tuple[int, ...] | None
+
+    def best(self, strategy: str, balance: str) -> ShardPlan:
+        """The one that is predicted to be fastest; of those within 1 %, the first."""
+        tried = list(self._candidates(strategy, balance))
+        least = min(p.predicted.seconds for p in tried)
+        found = next(p for p in tried if p.predicted.seconds <= 1.01 * least)
+        return replace(found, others=self._others(tried, found))
+
+    @staticmethod
+    def _others(tried: list[ShardPlan], found: ShardPlan) -> tuple[tuple[str, float, float], ...]:
+        """Of each other strategy the fastest plan: its name, seconds, and times as fast as one device."""
+        fastest: dict[str, ShardPlan] = {}
+        for p in tried:
+            if p.strategy != found.strategy:
+                known = fastest.setdefault(p.strategy, p)
+                fastest[p.strategy] = min(known, p, key=lambda plan: plan.predicted.seconds)
+        return tuple((f"{p.strategy}, {p.balance}", p.predicted.seconds, p.predicted.gain) for p in fastest.values())
+
+    def _candidates(self, strategy: str, balance: str) -> Iterator[ShardPlan]:
+        strategies = STRATEGIES if strategy == AUTO else (strategy,)
+        for name in BALANCES if balance == AUTO else (balance,):
+            dealt = self._dealt(name)
+            for kind in strategies:
+                if kind == "heads" and _not_by_heads(self.sizes, self.ranks):
+                    continue
+                if not (kind == "gather" and strategy == AUTO):  # exchange never sends more
+                    yield replace(dealt, strategy=kind, balance=name)  # type: ignore[arg-type]
+
+    def _dealt(self, balance: str) -> ShardPlan:
+        queries = self._deal(balance)
+        alike = self.sizes.q_len == self.sizes.kv_len
+        keys = queries if alike else rows.contiguous(self.sizes.kv_len, self.ranks)
+        tasks = tuple(tuple(Task(run, self._keys(run)) for run in queries.rows(rank)) for rank in range(self.ranks))
+        pairs = tuple(sum(self._pairs(task.queries) for task in of_rank) for of_rank in tasks)
+        return ShardPlan(self.attention, self.sizes, self.q_offset, self.ranks, "exchange", "contiguous", queries, keys,
+                         tasks, pairs, self.machine, self.links, self.sight, self.starts, self.looked_at)  # fmt: skip
+
+    def _deal(self, balance: str) -> Deal:
+        length, ranks = self.sizes.q_len, self.ranks
+        if balance == "pairs":
+            number = ranks * max(1, min(_CHUNKS, length // ranks))
+            size = rows.chunk_of(length, number)
+            ends = [(min(length, n * size), min(length, (n + 1) * size)) for n in range(number)]
+            return rows.by_pairs(length, ranks, [self._pairs(run) for run in ends])
+        deals: dict[str, Callable[[int, int], Deal]] = {
+            "contiguous": rows.contiguous, "zigzag": rows.zigzag, "striped": rows.striped,
+        }  # fmt: skip
+        return deals[balance](length, ranks)
+
+    @cached_property
+    def _keys(self) -> Callable[[Run], Runs]:
+        return cache(self.sight.keys)
+
+    @cached_property
+    def _pairs(self) -> Callable[[Run], int]:
+        return cache(self.sight.pairs)
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether an operand is what a plan was made for, as far as a host can tell without waiting for a device."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.data_ptr() == other.data_ptr() and one.shape == other.shape)
+    return type(one) is type(other) and bool(one == other)
+
+
+# -- for people --------------------------------------------------------------------------------------------------------
+_SHOWN = 16  # ranks
+
+
+def _lines(p: ShardPlan) -> Iterator[str]:
+    sizes, found = p.sizes, p.predicted
+    heads = str(sizes.heads) if sizes.heads == sizes.kv_heads else f"{sizes.heads}/{sizes.kv_heads}"
+    where = f"{p.links.per_host} a host, {p.hardware.title}"
+    yield f"variant    {p.attention.name} over {counted(p.ranks, 'rank')}, {where}"
+    yield (
+        f"sequence   {sizes.q_len:,} queries, {sizes.kv_len:,} keys; B {sizes.batch} H {heads} D {sizes.head_dim}"
+        f" Dv {sizes.value_dim} {sizes.dtype}"
+    )
+    chunks = len(p.queries.owners) // p.ranks
+    yield f"rows       {p.balance}: {counted(chunks, 'chunk')} of {p.queries.chunk:,} queries a rank"
+    if p.starts is not None:
+        yield f"packed     {counted(len(p.starts) - 1, 'sequence')}"
+    meanwhile = ", and computes its own keys meanwhile" if p.strategy == "exchange" and p.overlaps else ""
+    yield f"strategy   {p.strategy}: {_STRATEGY_WORDS[p.strategy]}{meanwhile}"
+    if p.looked_at:
+        yield f"stands on  the values of {', '.join(p.looked_at)}"
+    most, mean = max(p.pairs), sum(p.pairs) / p.ranks
+    if p.strategy != "heads":
+        yield f"pairs      {mean:,.0f} a rank and head, the most {most / mean if mean else 1:.3f} of that"
+        yield "rank  queries                          keys needed   received in host   received between hosts"
+        for rank in range(min(p.ranks, _SHOWN)):
+            inside, beyond = p._received(rank)
+            own = ", ".join(f"{a:,}-{b - 1:,}" for a, b in p.queries.rows(rank)[:2]) or "none"
+            own += ", ..." if len(p.queries.rows(rank)) > 2 else ""
+            yield f"{rank:>4}  {own:<31}  {count(p.needed(rank)):>12,}  {inside:>17,}  {beyond:>23,}"
+        if p.ranks > _SHOWN:
+            yield f"      and {p.ranks - _SHOWN} more"
+    near, far = (f"{n / 1e6:,.1f} MB" for n in (found.bytes_in_host, found.bytes_between))
+    yield f"received   by the busiest rank {near} in a host and {far} between hosts; gradients go the same way back"
+    yield (
+        f"predicted  forward {found.forward * 1e3:,.3f} ms, backward {found.backward * 1e3:,.3f} ms: {found.gain:.2f}"
+        f" times one device, bound by {found.bound}"
+    )
+    for name, seconds, gain in p.others:
+        yield f"           {name}: {seconds * 1e3:,.3f} ms both ways, {gain:.2f} times"
+
+
+_STRATEGY_WORDS: dict[str, str] = {
+    "gather": "every rank gets all keys, and computes its queries at once",
+    "exchange": "every rank gets the keys that its queries may see",
+    "ring": "every rank gets these keys from one rank after the other, and keeps none of them",
+    "heads": "every rank gets all rows of its share of the heads, and gives the output back",
+}

@@ -1,0 +1,68 @@
+"""`weft.merge`: attention over disjoint sets of keys, joined to attention over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .ir.errors import Problem, WeftError, collected
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """out [B, Hq, L, Dv] and lse [B, Hq, L] of all keys, from those of disjoint sets of keys.
+
+    parts: (out, lse) of each set, as calls with `return_lse=True` give them, at least one. out is the sum of
+    exp(lse_i - lse) * out_i, and lse = log(sum of exp(lse_i)) (Dao et al. 2023, "Flash-Decoding"), computed in float32,
+    float64 where a part is. It has the dtype of the first out. Every part gets its gradient. A row that sees no key in
+    any part gives 0 and -inf, with zero gradients. A sink belongs to one part alone.
+
+    Raises WeftError for parts of different shapes or devices, naming all that differ.
+
+    >>> first, second = (torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1)), (torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
+    >>> merge([first, second])[0]
+    tensor([[[[0.5000, 0.5000]]]])
+    """
+    _check(parts)
+    if len(parts) == 1:
+        return parts[0]
+    dtype = torch.promote_types(torch.promote_types(parts[0][0].dtype, parts[0][1].dtype), torch.float32)
+    lses = torch.stack([lse.to(dtype) for _, lse in parts])
+    lse, shares = lse_and_shares(lses)
+    out = sum(share[..., None] * part.to(dtype) for share, (part, _) in zip(shares, parts))
+    assert isinstance(out, Tensor)
+    return out.to(parts[0][0].dtype), lse
+
+
+def lse_and_shares(lses: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp [...] of those [n, ...] of n parts, and what each part weighs, [n, ...]; 0 where all are -inf."""
+    greatest = lses.detach().amax(0)
+    finite = torch.where(greatest == -torch.inf, 0.0, greatest)  # -inf less itself is no number
+    weights = (lses - finite).exp()
+    total = weights.sum(0)
+    seen = total != 0.0  # NaN stays NaN
+    lse = torch.where(seen, finite + torch.where(seen, total, 1.0).log(), -torch.inf)
+    return lse, weights / torch.where(seen, total, 1.0)
+
+
+def _check(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    if not isinstance(parts, (list, tuple)) or not parts:
+        raise WeftError(f"merge: expected a list of (out, lse), at least one, got {parts!r:.80}")
+    problems = []
+    for n, part in enumerate(parts):
+        pair = isinstance(part, (list, tuple)) and len(part) == 2 and all(isinstance(t, Tensor) for t in part)
+        if not pair:
+            got = ", ".join(type(x).__name__ for x in part) if isinstance(part, (list, tuple)) else type(part).__name__
+            expected = "(out, lse), as a call with return_lse=True gives them"
+            problems.append(Problem(operand=f"part {n}", expected=expected, got=got))
+            continue
+        (out, lse), (first, _) = part, parts[0]
+        if out.shape[:-1] != lse.shape or out.dim() != 4:
+            expected = "out [B, Hq, L, Dv] and lse [B, Hq, L]"
+            problems.append(Problem(operand=f"part {n}", expected=expected, got=f"{[*out.shape]} and {[*lse.shape]}"))
+        elif isinstance(first, Tensor) and (out.shape, out.device) != (first.shape, first.device):
+            expected = f"out like that of part 0, {[*first.shape]} on {first.device}"
+            problems.append(Problem(operand=f"part {n}", expected=expected, got=f"{[*out.shape]} on {out.device}"))
+    if problems:
+        raise collected("merge", problems)

@@ -1,0 +1,200 @@
+"""Calls over ranks against the definition in float64, for processes of gloo on one CPU, and of NCCL on GPUs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+
+import weft
+from weft import batch, group, head, kv_head, kv_len, kv_pos, masks, q_len, q_pos, score, scores
+from weft.distributed import ContextParallel
+
+slopes, bias, table = weft.tensor("slopes", 1), weft.tensor("bias", 2), weft.tensor("table", 2)
+pad, doc, sinks = weft.tensor("pad", 2), weft.tensor("doc", 2, int), weft.tensor("sinks", 1)
+window, warmth = weft.scalar("window", int), weft.scalar("warmth", float)
+B, H, D, DV = 2, 4, 16, 24
+_recent = masks.causal & (q_pos - kv_pos < window)
+
+
+def _drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def variants(length: int) -> dict[str, tuple[weft.Attention, dict[str, Any]]]:
+    """Variants of every kind, and their operands in calls of this length."""
+    rows = torch.arange(length).expand(B, -1)
+    return {
+        "full": (weft.Attention(name="full"), {}),
+        "causal": (weft.Attention(mask=masks.causal, name="causal"), {}),
+        "window": (weft.Attention(mask=_recent, name="recent"), {"window": 13}),
+        "first keys": (weft.Attention(mask=_recent | (masks.causal & (kv_pos < 5)), name="first_keys"), {"window": 13}),
+        "alibi": (weft.Attention(scores.alibi(slopes)(score), masks.causal, name="alibi"),
+                  {"slopes": _drawn(H, seed=1).abs()}),
+        "bias": (weft.Attention(score * warmth + bias[batch, kv_pos] + table[q_pos, kv_pos],
+                                kv_pos // 16 <= q_pos // 16, name="biased"),
+                 {"bias": _drawn(B, length, seed=2), "table": _drawn(length, length, seed=3), "warmth": 0.7}),
+        "documents": (weft.Attention(mask=masks.causal & masks.document(doc), name="documents"),
+                      {"doc": (rows // 17).contiguous()}),
+        "sink": (weft.Attention(scores.softcap(5.0)(score), _recent, sink=sinks[head], name="sinks"),
+                 {"sinks": _drawn(H, seed=4), "window": 20}),
+        "sink of nothing": (weft.Attention(mask=kv_pos + 30 <= q_pos, sink=sinks[head], name="lonely"),
+                            {"sinks": _drawn(H, seed=4)}),
+        "sigmoid": (weft.Attention(score - weft.log(kv_len * 1.0), masks.causal, normalizer="sigmoid", name="sigmoids"),
+                    {}),
+        "far": (weft.Attention(score + pad[batch, kv_pos], masks.causal, name="far"),
+                {"pad": torch.where(rows % 5 == 3, -1e9, 0.0).contiguous()}),
+        "heads": (weft.Attention(score + 0.1 * head * (kv_head + 1) - 0.01 * group, masks.causal | (kv_pos < 4 * head),
+                                 name="counted"), {}),
+        "lengths": (weft.Attention(score * (1.0 + 0.001 * q_len) + 0.01 * kv_pos, (kv_pos < kv_len - 3) & masks.causal,
+                                   name="lengths"), {}),
+    }  # fmt: skip
+
+
+STRATEGIES = [
+    ("exchange", "zigzag"), ("ring", "zigzag"), ("gather", "contiguous"), ("heads", "contiguous"), ("ring", "pairs"),
+    ("exchange", "striped"), ("exchange", "contiguous"), ("heads", "zigzag"), ("gather", "pairs"),
+    ("ring", "contiguous"), ("ring", "striped"), ("exchange", "pairs"), ("gather", "zigzag"), ("gather", "striped"),
+]  # fmt: skip
+LENGTHS = [(96, 96), (70, 70), (45, 80), (3, 3), (1, 40), (80, 45)]
+PACKED = [(90, (0, 50, 50, 57, 90)), (64, (0, 3, 40)), (70, (0, 10, 20, 30, 40, 50, 60, 70)), (96, (0, 96))]
+BALANCES = ("contiguous", "zigzag", "striped", "pairs")
+KV_HEADS = [4, 2, 1]
+
+
+def compare(
+    cp: ContextParallel, name: str, strategy: str, balance: str, lengths: tuple[int, int], kv_heads: int,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", overlaps: bool | None = None, starts: Sequence[int] = (),
+) -> list[str]:  # fmt: skip
+    """out, lse and every gradient of a call over ranks, beside the definition in float64: what differs.
+
+    starts: of packed sequences, with lengths of the packed row.
+    """
+    variant, operands = variants(max(lengths))[name]
+    rows = 1 if starts else B
+    shapes = {"query": (rows, H, lengths[0], D), "key": (rows, kv_heads, lengths[1], D),
+              "value": (rows, kv_heads, lengths[1], DV)}  # fmt: skip
+    whole = {n: _drawn(*shape, seed=k + 10).to(dtype) for k, (n, shape) in enumerate(shapes.items())}
+    whole |= {n: t for n, t in operands.items() if isinstance(t, Tensor)}
+    learned = {n for n, t in whole.items() if t.is_floating_point() and n != "pad"}
+    numbers = {n: v for n, v in operands.items() if n not in whole}
+    if starts:  # a row of an operand is that of a sequence
+        whole |= {n: _drawn(len(starts) - 1, lengths[0], seed=5) * (n == "bias") for n in ("bias", "pad") if n in whole}
+    dout, dlse = _drawn(rows, H, lengths[0], DV, seed=20), _drawn(rows, H, lengths[0], seed=21)
+    with_lse = variant.normalizer == "softmax"
+    offset = {"q_offset": 7} if lengths == (45, 80) else {}
+
+    def run(call: Callable[..., Any], tensors: dict[str, Tensor], dout: Tensor, dlse: Tensor) -> dict[str, Tensor]:
+        found = call(*(tensors[n] for n in shapes), **{n: t for n, t in tensors.items() if n not in shapes})
+        out, lse = found if with_lse else (found, None)
+        loss = (out * dout.to(out.dtype)).sum()
+        if lse is not None:
+            loss = loss + (torch.where(lse == -torch.inf, 0.0, lse) * dlse.to(lse.dtype)).sum()
+        loss.backward()
+        gradients = {f"d{n}": tensors[n].grad for n in learned}
+        return {"out": out.detach(), **({} if lse is None else {"lse": lse.detach()}), **gradients}  # type: ignore[dict-item]
+
+    def leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {n: t.detach().clone().requires_grad_(n in learned) for n, t in tensors.items()}
+
+    def exactly(dtype: torch.dtype) -> dict[str, Tensor]:
+        tensors = leaves({n: t.to(dtype) if t.is_floating_point() else t for n, t in whole.items()})
+        own = numbers | offset | ({"return_lse": True} if with_lse else {})
+        if starts:
+            own["cu_seqlens_q"] = own["cu_seqlens_kv"] = torch.tensor(starts, dtype=torch.int32)
+        return run(lambda *main, **given: variant.reference(*main, **given, **own), tensors, dout, dlse)
+
+    exact, plain = exactly(torch.float64), exactly(dtype)
+    looked_at = {n: v for n, v in operands.items() if (n == "doc" and not starts) or n in numbers}
+    packed = {"cu_seqlens": list(starts)} if starts else {}
+    plan = cp.plan(variant, **packed, batch=rows, heads=H, kv_heads=kv_heads, length=lengths[0], kv_length=lengths[1],
+                   head_dim=D, value_dim=DV, dtype="fp32", strategy=strategy, balance=balance, **offset,
+                   **looked_at)  # fmt: skip
+    if overlaps is not None:
+        plan.__dict__["overlaps"] = overlaps
+    given = {n: cp.shard(t, plan) if n in shapes else t for n, t in whole.items()}
+    shards = {n: t.to(device) for n, t in leaves(given).items()}
+    for n in plan.looked_at:
+        if n in shards:
+            plan.looked_at[n] = shards[n]  # type: ignore[index]
+    found = run(
+        lambda *main, **own: cp.attention(variant, *main, plan=plan, return_lse=with_lse, **own, **numbers),
+        shards, *(cp.shard(t, plan).to(device) for t in (dout, dlse)),
+    )  # fmt: skip
+    wrong = []
+    for n, right in exact.items():
+        is_row = n in ("out", "lse", *(f"d{m}" for m in shapes))
+        (expected, beside) = (cp.shard(t, plan) if is_row else t for t in (right, plain[n]))
+        error = (found[n].cpu().double() - expected).abs()
+        error = torch.where(found[n].cpu().double() == expected, 0.0, error)  # of infinities
+        allowed = (
+            2 * (beside.double() - expected).abs().nan_to_num(0.0).max().nan_to_num(0.0) if expected.numel() else 0
+        )
+        scale = expected.nan_to_num(neginf=0.0).abs().max() if expected.numel() else 1.0
+        unit = torch.finfo(dtype).eps
+        if not bool((error <= allowed + 8 * unit * (scale + 1e-3)).all()):
+            worst = error.nan_to_num(torch.inf).max().item()
+            wrong.append(
+                f"{name} {strategy} {balance} {lengths} Hkv {kv_heads} rank {cp.rank} of {cp.ranks}: {n}: {worst}"
+            )
+    whole_out = cp.unshard(found["out"], plan)
+    if not torch.equal(cp.shard(whole_out, plan), found["out"]) or whole_out.shape[2] != lengths[0]:
+        wrong.append(f"{name} {strategy} {balance}: unshard")
+    return wrong
+
+
+def is_taken(strategy: str, ranks: int, kv_heads: int) -> bool:
+    """Whether heads can be dealt."""
+    return strategy != "heads" or (H % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0))
+
+
+def cases(number: int | None) -> list[tuple[Any, ...]]:
+    """name, strategy, balance, lengths, kv heads: each with others in turn; all of them where number is None."""
+    names = list(variants(8))
+    every = list(itertools.product(names, STRATEGIES, LENGTHS, KV_HEADS))
+    if number is None:
+        return [(name, *strategy, lengths, heads) for name, strategy, lengths, heads in every]
+    found = []
+    for n in range(number):
+        strategy = STRATEGIES[n * 5 % len(STRATEGIES)]
+        lengths = LENGTHS[n % len(LENGTHS) if n % 4 == 3 else n % 2]
+        found.append((names[n % len(names)], *strategy, lengths, KV_HEADS[n % 3]))
+    return found
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _child(
+    rank: int, ranks: int, port: int, folder: Path, work: Callable[[int], Sequence[str]], timeout: float
+) -> None:
+    from datetime import timedelta
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+    try:
+        wrong = list(work(rank))
+    except Exception:
+        wrong = [f"rank {rank}: {traceback.format_exc()}"]
+    (folder / str(rank)).write_text("\n".join(wrong))
+    os._exit(0)  # a process group of a rank that is gone cannot be ended in order
+
+
+def on_ranks(ranks: int, work: Callable[[int], Sequence[str]], folder: Path, timeout: float = 120.0) -> list[str]:
+    """What the work of each rank says is wrong. A rank that says nothing has not come to its end."""
+    multiprocessing.spawn(_child, (ranks, free_port(), folder, work, timeout), nprocs=ranks)  # type: ignore[no-untyped-call]
+    return [(folder / str(r)).read_text() if (folder / str(r)).exists() else f"rank {r} ended" for r in range(ranks)]

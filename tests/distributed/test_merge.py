@@ -1,0 +1,96 @@
+"""`weft.merge`: results over disjoint sets of keys are joined to that over all of them, with all gradients."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from weft import head, kv_pos, masks, q_pos, score
+
+slopes, sinks = weft.tensor("slopes", 1), weft.tensor("sinks", 1)
+ALIBI = weft.Attention(score + slopes[head] * (kv_pos - q_pos), masks.causal, name="merged_alibi")
+FULL = weft.Attention(name="merged_full")
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def parts_of(variant: weft.Attention, tensors: list[Tensor], cuts: list[int], **operands: Tensor) -> list:
+    query, key, value = tensors
+    ends = [0, *cuts, key.shape[2]]
+    offset = key.shape[2] - query.shape[2]
+    return [
+        variant.reference(
+            query, key[:, :, a:b], value[:, :, a:b], q_offset=offset - a, return_lse=True, **operands
+        )
+        for a, b in pairwise(ends)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("cuts", [[], [7], [1, 2, 25], [3, 3, 30]])
+@pytest.mark.parametrize("variant", [FULL, ALIBI], ids=["full", "alibi"])
+def test_parts_join_to_the_whole_with_its_gradients(variant: weft.Attention, cuts: list[int]) -> None:
+    operands = {"slopes": drawn(4, seed=9).abs().requires_grad_()} if variant is ALIBI else {}
+    tensors = [drawn(2, 4, 20, 8).requires_grad_(), *(drawn(2, 2, 30, 8, seed=n).requires_grad_() for n in (1, 2))]
+    dout, dlse = drawn(2, 4, 20, 8, seed=3), drawn(2, 4, 20, seed=4)
+    wanted = [*tensors, *operands.values()]
+
+    def gradients(out: Tensor, lse: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad((out * dout).sum() + (lse * dlse).sum(), wanted))
+
+    whole = variant.reference(*tensors, return_lse=True, **operands)
+    found = weft.merge(parts_of(variant, tensors, cuts, **operands))
+    for a, b in zip((*found, *gradients(*found)), (*whole, *gradients(*whole))):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-10)
+
+
+def test_rows_that_see_nothing_are_zero_and_get_no_gradient() -> None:
+    outs = [drawn(1, 1, 3, 2, seed=n).requires_grad_() for n in (0, 1)]
+    lses = [torch.tensor([[[0.0, -torch.inf, -torch.inf]]]), torch.tensor([[[1.0, 2.0, -torch.inf]]])]
+    for lse in lses:
+        lse.requires_grad_()
+    out, lse = weft.merge(list(zip(outs, lses)))
+    assert lse[0, 0].tolist()[1:] == [2.0, -torch.inf] and out[0, 0, 2].tolist() == [0.0, 0.0]
+    assert torch.equal(out[0, 0, 1], outs[1][0, 0, 1].detach())
+    out.sum().backward()
+    for gradient in (*(o.grad for o in outs), *(s.grad for s in lses)):
+        assert gradient is not None and bool(gradient.isfinite().all()) and not gradient[0, 0, 2].any()
+
+
+def test_parts_in_bf16_are_joined_in_float32() -> None:
+    exact = [(drawn(1, 2, 9, 8, seed=n), drawn(1, 2, 9, seed=n + 5)) for n in range(3)]
+    out, lse = weft.merge([(o.bfloat16(), s.float()) for o, s in exact])
+    expected = weft.merge([(o.bfloat16().double(), s.float().double()) for o, s in exact])
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    assert torch.equal(out, expected[0].bfloat16())
+    torch.testing.assert_close(lse.double(), expected[1], atol=1e-6, rtol=1e-6)
+
+
+def test_nan_and_large_numbers_stay() -> None:
+    out, lse = torch.ones(1, 1, 2, 1), torch.tensor([[[torch.nan, 3e4]]])
+    joined, total = weft.merge([(out, lse), (2 * out, lse)])
+    assert bool(total[0, 0, 0].isnan()) and bool(joined[0, 0, 0].isnan().all())
+    assert joined[0, 0, 1].item() == 1.5 and total[0, 0, 1].item() == pytest.approx(3e4 + 0.6931, abs=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([], r"merge: expected a list of \(out, lse\), at least one, got \[\]"),
+        (torch.ones(2), r"merge: expected a list of \(out, lse\)"),
+        ([torch.ones(1)], r"part 0: expected \(out, lse\), as a call with return_lse=True gives them, got Tensor"),
+        ([(torch.ones(1, 1, 2, 3), torch.ones(1, 2))], r"part 0: expected out \[B, Hq, L, Dv\] and lse \[B, Hq, L\]"),
+        (
+            [(torch.ones(1, 1, n, 3), torch.ones(1, 1, n)) for n in (2, 4)],
+            r"part 1: expected out like that of part 0, \[1, 1, 2, 3\] on cpu, got \[1, 1, 4, 3\] on cpu",
+        ),
+    ],
+)
+def test_what_is_refused(parts: list, message: str) -> None:
+    with pytest.raises(weft.WeftError, match=message):
+        weft.merge(parts)

@@ -1,0 +1,147 @@
+"""Calls over 2, 3 and 4 ranks of gloo on one CPU: every strategy computes what the definition does."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft import kv_pos, masks, q_pos
+from weft.distributed import ContextParallel
+
+from .on_ranks import KV_HEADS, PACKED, STRATEGIES, B, D, H, cases, compare, is_taken, on_ranks, variants
+
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package"),
+    pytest.mark.filterwarnings("ignore"),  # of torch's own start of processes
+]
+
+
+def _contexts(rank: int) -> list[ContextParallel]:
+    """Of 4, 3 and 2 ranks of the 4, those that this one belongs to."""
+    groups = [dist.new_group(list(range(n))) for n in (4, 3, 2)]
+    return [ContextParallel(g) for n, g in zip((4, 3, 2), groups) if rank < n]
+
+
+def _compared(rank: int, number: int | None) -> list[str]:
+    wrong = []
+    for n, (name, strategy, balance, lengths, kv_heads) in enumerate(cases(number)):
+        contexts = _contexts_of.get(rank) or _contexts_of.setdefault(rank, _contexts(rank))
+        for cp in contexts if number is None else [c for c in contexts if c.ranks == (4, 2, 3)[n % 3]]:
+            if is_taken(strategy, cp.ranks, kv_heads):
+                overlaps = (None, True, False)[n % 3] if strategy == "exchange" else None
+                wrong += compare(cp, name, strategy, balance, lengths, kv_heads, overlaps=overlaps)
+    return wrong
+
+
+def _packed(rank: int, number: int | None) -> list[str]:
+    """Sequences that are packed: uneven ones, empty ones, rows behind the last, more ranks than sequences."""
+    wrong, names = [], [n for n in variants(8) if n != "documents"]
+    every = list(itertools.product(names, STRATEGIES, PACKED, KV_HEADS))
+    step = 1 if number is None else len(every) // number | 1
+    for n, (name, strategy, (length, starts), kv_heads) in enumerate(every[::step]):
+        for cp in _contexts_of[rank]:
+            if cp.ranks == (4, 2, 3)[n % 3] and is_taken(strategy[0], cp.ranks, kv_heads):
+                wrong += compare(cp, name, *strategy, (length, length), kv_heads, starts=starts)
+    return wrong
+
+
+_contexts_of: dict[int, list[ContextParallel]] = {}
+
+
+def _some(rank: int) -> list[str]:
+    return [*_compared(rank, 52), *_refused(rank), *_in_other_words(rank), *_packed(rank, 26), *_without_one(rank)]
+
+
+def _every(rank: int) -> list[str]:
+    return [*_compared(rank, None), *_packed(rank, None)]
+
+
+def _refused(rank: int) -> list[str]:
+    """A mistake on one rank is an error on all, which says whose and what; the ranks can go on after it."""
+    cp = _contexts_of[rank][0]
+    causal, full = weft.Attention(mask=masks.causal, name="causal"), weft.Attention(name="full")
+    sizes = {"batch": B, "heads": H, "length": 32, "head_dim": D, "dtype": "fp32"}
+    plan, other = (cp.plan(causal, **sizes, strategy=s, balance="zigzag") for s in ("exchange", "ring"))
+    of_full = cp.plan(full, **sizes, strategy="exchange", balance="zigzag")
+    q, k, v = (cp.shard(torch.randn(B, H, 32, D), plan) for _ in range(3))
+    is_odd, learned = rank == 2, q.clone().requires_grad_()
+
+    def told(expected: str, call: object) -> list[str]:
+        try:
+            call()  # type: ignore[operator]
+        except weft.WeftError as error:
+            return [] if expected in str(error) else [f"rank {rank}: expected {expected!r}, got {error}"]
+        return [f"rank {rank}: {expected!r} was not said"]
+
+    wrong = told("variant: rank 2: full (", lambda: cp.attention(full if is_odd else causal, q, k, v,
+                                                               plan=of_full if is_odd else plan))  # fmt: skip
+    wrong += told(
+        "plan: rank 2: ring, zigzag, 32 queries", lambda: cp.attention(causal, q, k, v, plan=other if is_odd else plan)
+    )
+    wrong += told(
+        "dtypes: rank 2: float64",
+        lambda: cp.attention(causal, *((t.double() for t in (q, k, v)) if is_odd else (q, k, v)), plan=plan),
+    )
+    short = "query: expected [2, 4, 8, 16], the rows of rank 2, got [2, 4, 7, 16]"
+    wrong += told(short if is_odd else f"rank 2 cannot make this call: causal: {short}",
+                  lambda: cp.attention(causal, q[:, :, :7] if is_odd else q, k, v, plan=plan))  # fmt: skip
+    wrong += told("gradients: rank 2: query; others: none",
+                  lambda: cp.attention(causal, learned if is_odd else q, k, v, plan=plan))  # fmt: skip
+    window = weft.Attention(mask=masks.causal & (q_pos - kv_pos < weft.scalar("window", int)), name="recent")
+    of_window = cp.plan(window, **sizes, window=8, strategy="exchange", balance="zigzag")
+    wrong += told("window: the plan stands on another value; make a plan with this one",
+                  lambda: cp.attention(window, q, k, v, plan=of_window, window=9))  # fmt: skip
+    wrong += told("window: missing", lambda: cp.attention(window, q, k, v, plan=of_window))
+    if not torch.equal(cp.attention(causal, q, k, v, plan=plan), cp.attention(causal, q, k, v, plan=plan)):
+        wrong.append("a call that is repeated gives other bits")
+    twice = cp.attention(causal, learned, k, v, plan=plan).sum()
+    wrong += told("second derivatives are not available",
+                  lambda: torch.autograd.grad(twice, learned, create_graph=True))  # fmt: skip
+    return wrong
+
+
+def _in_other_words(rank: int) -> list[str]:
+    """A mesh with names, bf16, and no gradients wanted."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    cp = ContextParallel(mesh, dim="cp", agree=False)
+    wrong = compare(cp, "causal", "auto", "auto", (70, 70), 2, torch.bfloat16)
+    wrong += compare(cp, "sink", "exchange", "zigzag", (96, 96), 2, torch.bfloat16, overlaps=True)
+    try:
+        ContextParallel(mesh)
+    except weft.WeftError as error:
+        if "pass dim=, one of dp, cp" not in str(error):
+            wrong.append(str(error))
+    return wrong
+
+
+def _without_one(rank: int) -> list[str]:
+    """Rank 3 ends: the others say so, and do not hang."""
+    if rank == 3:
+        return []
+    cp, causal = _contexts_of[rank][0], variants(32)["causal"][0]
+    plan = cp.plan(causal, batch=B, heads=H, length=32, head_dim=D, dtype="fp32", strategy="ring")
+    try:
+        cp.attention(causal, *(torch.randn(B, H, 8, D) for _ in range(3)), plan=plan)
+    except weft.WeftError as error:
+        expected = f"rank {rank} got no answer from all 4 ranks for call "
+        return [] if expected in str(error) else [str(error)]
+    return ["nothing was said of the rank that ended"]
+
+
+def test_every_strategy_computes_the_definition(tmp_path: Path) -> None:
+    """And what is refused is refused on all ranks, and a rank that ends is an error on the others."""
+    wrong = on_ranks(4, _some, tmp_path)
+    assert not any(wrong), "\n".join(wrong)
+
+
+@pytest.mark.thorough
+def test_every_strategy_with_every_variant(tmp_path: Path) -> None:
+    wrong = on_ranks(4, _every, tmp_path, timeout=600.0)
+    assert not any(wrong), "\n".join(wrong)
