@@ -1,8 +1,8 @@
 """Calls on DTensors: each process computes the batch rows, the heads and the queries that it holds.
 
 Tensor parallel layers shard heads, data parallel ones the batch, and nothing is sent then. Which operand goes along
-with which is read off the variant: `slopes[head]` is sharded like the heads of the query, `bias[batch, kv_pos]` like
-its batch rows, and what all read alike is replicated, its gradient being summed over processes. A sharded sequence is
+with which is read off the variant. `slopes[head]` is sharded like the heads of the query, `bias[batch, kv_pos]` like
+its batch rows. What all read alike is replicated, and its gradient is summed over processes. A sharded sequence is
 computed as `weft.distributed` does, in the rows that DTensors have.
 """
 

@@ -246,6 +246,12 @@ BROKEN: dict[str, tuple[str, Callable[[Drawn], Any]]] = {
     "no scale": ("scale", lambda d: LATENT(torch.randn(d.batch, d.heads, d.rows, 40), d.cache)),
     "dim of a latent query": ("query", lambda d: SCALED(d.latent_query, d.cache)),
     "no nope": ("query", lambda d: d.latent(query=d.latent_query[..., :8])),
+    "rotary columns of their own": ("rope", lambda d: d.latent(cache=d.cache[..., :32], rope=d.cache[:, :, 1:, 32:])),
+    "rotary columns in FP8": ("rope", lambda d: d.latent(
+        cache=d.cache[..., :32], rope=d.cache[..., 32:].to(torch.float8_e4m3fn))),
+    "no rotary columns": ("rope", lambda d: d.latent(
+        weft.Attention(mask=masks.causal, latent=weft.Latent(32, 0), name="norope"), cache=d.cache[..., :32],
+        rope=d.cache[..., 32:], uk=torch.randn(d.heads, 32, 24))),
     "shape of uk": ("uk", lambda d: d.latent(uk=d.uk[:, :1])),
     "dtype of uv": ("uv", lambda d: d.latent(uv=d.uv.double())),
     "width of uk": ("uk", lambda d: d.latent(uk=d.uk[..., 1:])),

@@ -37,7 +37,9 @@ def quantize_rows(rows: int, share: int, columns: bool = False, reads: int = 0) 
 
 def append_quantized(by_token: bool) -> Kernel:
     """The kernel that appends rows to a cache of FP8 numbers."""
-    return fixed("quantize", "append_quantized", APPENDED, _OF_STEP | {"MOST": 448.0, "BY_TOKEN": by_token, "ROTARY": False})
+    return fixed(
+        "quantize", "append_quantized", APPENDED, _OF_STEP | {"MOST": 448.0, "BY_TOKEN": by_token, "ROTARY": False}
+    )
 
 
 def each() -> Iterator[tuple[str, Kernel]]:
