@@ -1,5 +1,7 @@
 """The `cpu` target beside SDPA and compiled FlexAttention: one process, the least of rounds in which they take turns.
 
+Turns are in another order in each round: what follows a call that fills caches would be slower for it.
+
     python benchmarks/cpu.py                      every row, one thread; make bench-cpu
     python benchmarks/cpu.py --only causal --threads 2 --seconds 5
     python benchmarks/cpu.py --short              short calls alone
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -205,9 +208,10 @@ def least(timed: dict[str, Callable[[], object]], seconds: float) -> dict[str, f
     best = dict.fromkeys(timed, float("inf"))
     for call in timed.values():
         call()
-    end, rounds = time.perf_counter() + seconds, 0
+    end, rounds, turns = time.perf_counter() + seconds, 0, list(timed.items())
     while time.perf_counter() < end or rounds < 3:
-        for name, call in timed.items():
+        random.shuffle(turns)
+        for name, call in turns:
             start = time.perf_counter()
             call()
             best[name] = min(best[name], 1e3 * (time.perf_counter() - start))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...codegen.torch_private import named, stands_for_many
+from ...compiler.planning.target import Place
 from ...ir.errors import UnavailableError, WeftError, collected, second_derivative
 from ...ir.expr import Scalar
 from .. import ending, flops
@@ -97,15 +98,27 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *flat
     call = _call(variant, given)
     with named(f"weft::{variant.name}_backward"):
         found = variant.backward(as_read(BackwardCall(call, out, lse, dout, dlse, frozenset(wanted))))
-    return [found[n] for n in wanted]
+    return [_laid_out(found[n], place) for n, place in zip(wanted, _places(given, flags), strict=True)]
 
 
 def _fake_backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *flat: Any) -> list[Tensor]:
     *of_call, flags = flat
-    given = Arguments.of(of_call)
+    return [place.beside(dout) for place in _places(Arguments.of(of_call), flags)]
+
+
+def _places(given: Arguments, flags: Sequence[bool]) -> list[Place]:
+    """Of the gradients that are wanted."""
     places = [None if t is None else rows_like(t, t.shape[1], t.shape[3]) for t in given.main]
     places += [contiguous_like(t) for t in given.operands]
-    return [place.beside(dout) for place, flag in zip(places, flags) if flag and place is not None]
+    return [place for place, flag in zip(places, flags) if flag and place is not None]
+
+
+def _laid_out(found: Tensor, place: Place) -> Tensor:
+    """As fake tensors have it, which compiled code relies on: torch's own kernels have a layout of their own."""
+    strides = zip(found.shape, found.stride(), place.stride)
+    if all([size == 1 or own == wanted for size, own, wanted in strides]):
+        return found
+    return place.beside(found).copy_(found)
 
 
 # -- autograd --------------------------------------------------------------------------------------------------------

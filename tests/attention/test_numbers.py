@@ -6,7 +6,7 @@ Each case runs on the `cpu` target and in Triton's interpreter, forward and back
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -156,6 +156,40 @@ def test_an_int_that_a_number_chooses_is_a_float_of_the_call() -> None:
     variant = weft.Attention(weft.tanh(weft.where(head_dim == 1, score, n)), sink=0.0, name="chosen_number")
     given = tensors(dtype=torch.float64)
     torch.testing.assert_close(variant(*given, n=1), variant.reference(*given, n=1), rtol=0, atol=1e-14)
+
+
+Q, K = torch.arange(40, dtype=torch.float64)[:, None], torch.arange(40, dtype=torch.float64)
+HEAD = torch.arange(1, 3, dtype=torch.float64)[:, None, None]
+OF_POSITIONS: dict[str, tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "log of a distance": (score + weft.log(q_pos - kv_pos + 1.0), lambda s: s + (Q - K + 1).log()),
+    "log of an int": (score + weft.log(q_pos - kv_pos + 1), lambda s: s + (Q - K + 1).log()),
+    "a quotient": (score + (kv_pos - q_pos) / 3, lambda s: s + (K - Q) / 3),
+    "a number of one": (score + 1.0 / (q_pos + 3), lambda s: s + 1 / (Q + 3)),
+    "a multiple": (score + (kv_pos - q_pos) * 0.1, lambda s: s + (K - Q) * 0.1),
+    "a factor": (score * weft.sqrt(q_pos + 1), lambda s: s * (Q + 1).sqrt()),
+    "a head": (score * weft.exp2(-(head + 1) / 3), lambda s: s * (-HEAD / 3).exp2()),
+    "a length": (score + q_pos * weft.rsqrt(kv_len), lambda s: s + Q * 40**-0.5),
+    "a width": (score / weft.sqrt(head_dim * 3), lambda s: s / 48**0.5),
+    "a scalar": (score + weft.sqrt(x * q_pos), lambda s: s + (0.1 * Q).sqrt()),
+    "beside a score": (weft.tanh(score + weft.log(q_pos + 2)), lambda s: (s + (Q + 2).log()).tanh()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", [None, "flash/flash_forward=cpu:16x16+tiles/flash_backward=cpu:16x16+tiles"])
+@pytest.mark.parametrize("name", OF_POSITIONS)
+def test_functions_of_positions_have_64_bits_where_operands_have(name: str, schedule: str | None) -> None:
+    """The definition and the kernels, beside plain torch: in 32 bits they are 1e-8 off."""
+    expression, plain = OF_POSITIONS[name]
+    variant = weft.Attention(expression, CAUSAL, name="of_positions")
+    query, key, value = given = [t.requires_grad_() for t in tensors(dtype=torch.float64)]
+    scores = plain(query @ key.mT / 4).masked_fill(K > Q, -INF)
+    wanted = scores.softmax(-1) @ value
+    numbers = {"x": 0.1} if name == "a scalar" else {}
+    for found in (variant.reference(*given, **numbers), variant(*given, target="cpu", schedule=schedule, **numbers)):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-14)
+        pairs = zip(*(torch.autograd.grad(out.sum(), given, retain_graph=True) for out in (found, wanted)), strict=True)
+        for got, exact in pairs:
+            torch.testing.assert_close(got, exact, rtol=1e-13, atol=1e-13)
 
 
 def test_plans_of_float64_are_shown() -> None:

@@ -82,7 +82,6 @@ def test_backwards_that_torch_computes_as_they_are(own, variant, q_len, kv_len, 
         assert bool((error <= allowed).all()), f"{variant.name}: {name} is off by {error.max().item()}"
 
 
-@pytest.mark.xfail(strict=False, reason="gradients under torch.compile lie as [B, L, H, D]; the cause is not found")
 def test_gradients_are_not_copied(own) -> None:
     """They are those of torch's kernel, [B, L, H, D] in memory; compiled code gets them as its trace has them."""
     tensors, dout = drawn(70, 70), torch.randn(2, 4, 70, 16)
