@@ -36,6 +36,7 @@ from ...products import (
 )
 
 MOST_COMPARED = 1 << 12  # numbers of an operand: to compare more takes as long as to make a mask of them
+MOST_SCORES = 1 << 18  # of a call; with more, a product that is spared is worth more than a function of Python costs
 GRAIN = 1 << 15  # places that torch reads in one thread
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of numbers with so many bytes
 Operands = Mapping[str, Any]
@@ -96,9 +97,12 @@ def numbers_of_mask(axes: frozenset[str], sizes: Sizes) -> int:
     return (batch if "batch" in axes else 1) * (heads if "head" in axes else 1) * q_len * kv_len
 
 
-def records_with_mask(dtype: torch.dtype, of_a_head: int) -> bool:
-    """Whether torch records its own kernel where that is handed a mask. of_a_head: queries times keys times columns."""
-    return dtype.itemsize > 2 and of_a_head < short_head_with_mask(dtype)
+def records_with_mask(dtype: torch.dtype, sizes: Sizes) -> bool:
+    """Whether torch records its own kernel where that is handed a mask: not long calls whose weights would be kept."""
+    batch, heads, _, q_len, kv_len, head_dim = sizes
+    if dtype.itemsize == 2 or q_len * kv_len * head_dim >= short_head_with_mask(dtype):
+        return False
+    return batch * heads * q_len * kv_len <= MOST_SCORES or not weighs_at_once(sizes, dtype, keeps=True)
 
 
 def in_one_order(by_distance: bool, numbers: int) -> bool:
@@ -196,7 +200,7 @@ class OwnKernel:
         def record(call: Any) -> Computed | None:
             return None if made(call.operands)[1] else launch(call)
 
-        return Own(launch, record if records_with_mask(query.dtype, of_a_head) else None)
+        return Own(launch, record if records_with_mask(query.dtype, sizes) else None)
 
     def _weighed(self, query: Tensor, mask_of: MaskOf, scale: float, sizes: Sizes) -> Record | None:
         """A product, a softmax and a product, of a call whose operands want gradients."""

@@ -283,13 +283,11 @@ def keeps_weights(code: CodePlan, facts: Facts, sizes: at_once.Sizes, free: bool
 
 def records_mask(code: CodePlan, facts: Facts, sizes: at_once.Sizes, free: bool) -> bool:
     """Whether torch itself records a dense call whose output alone is wanted, as its own attention with a mask."""
-    signature, (_, _, _, q_len, kv_len, head_dim) = code.signature, sizes
+    signature = code.signature
     if not (_may_be_recorded(facts, signature, free) and _takes_a_mask(facts, signature) and products.takes_masks()):
         return False
     numbers = mask_numbers(facts, sizes)
-    return 0 < numbers <= products.MOST_OF_A_MASK and records_with_mask(
-        dtype_named(signature.dtype).torch, q_len * kv_len * head_dim
-    )
+    return 0 < numbers <= products.MOST_OF_A_MASK and records_with_mask(dtype_named(signature.dtype).torch, sizes)
 
 
 def _may_be_recorded(facts: Facts, signature: Signature, free: bool) -> bool:
