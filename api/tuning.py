@@ -91,9 +91,9 @@ def _direction(
 ) -> Tuned:  # fmt: skip
     r = request_of(attention, [shape], None, target, algorithm, None, values)
     chosen = _resolved(r, direction)
+    clock = _clock(attention, shape, values, direction, target)  # first: it refuses what no memory holds
     choices = choices_of(chosen, r.machine, facts_of(attention), whole=describe.may_be_whole(attention, r, values))
     key = tuned.key_of(attention, chosen.code.signature, r.machine, chosen.target.name, algorithm)
-    clock = _clock(attention, shape, values, direction, target)
     lengths = class_of(shape.q_len, shape.kv_len)
     return tuned.remember(key, lengths, lambda: search(chosen.code.schedule, choices, clock, progress=progress))
 

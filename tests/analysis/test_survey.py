@@ -17,6 +17,7 @@ from weft.ir.canonical import canonical
 from weft.ir.expr import Expr, call, expression
 from weft.ir.walk import substitute, symbols
 
+from ..support import mostly
 from .test_bounds import number
 from .tiling import Case, classes, evaluate
 
@@ -422,10 +423,10 @@ def random_case(mask: Expr, draw: random.Random) -> Case:
     return Case(mask, q_len, kv_len, *blocks, draw.choice([None, 0, draw.randint(-9, 30)]), values)
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(3000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("first", mostly([0], [0, 1500, 3000, 4500]))
 def test_random_masks_over_random_reads_are_sound(first: int) -> None:
     counts = Counter[str]()
-    for seed in range(first, first + 3000):
+    for seed in range(first, first + 1500):
         draw = random.Random(seed)
         mask = condition(draw, draw.choice([0, 1, 2, 2, 3]))
         result = found(mask)
@@ -438,5 +439,5 @@ def test_random_masks_over_random_reads_are_sound(first: int) -> None:
                 impossible=int((~d.possible).sum()), certain=int(d.certain.sum()),
             )  # fmt: skip
     print(f"\nrandom masks and pairs of tiles: {dict(counts)}")
-    assert counts["cases"] > 4000 and counts["tiles"] > 250_000, counts
+    assert counts["cases"] > 2000 and counts["tiles"] > 125_000, counts
     assert counts["impossible"] > counts["empty"] / 3 and counts["certain"] > counts["full"] / 4, counts

@@ -72,7 +72,7 @@ def test_long_calls_on_a_cpu() -> None:
 
 
 def test_in_float64() -> None:
-    tensors = [torch.randn(1, 2, 9, 8, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
+    tensors = [torch.randn(1, 2, 7, 4, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
     assert torch.autograd.gradcheck(lambda *x: CAUSAL(*x, seed=3, return_lse=True), tensors)
 
 
@@ -220,9 +220,11 @@ def test_a_dropout_that_is_annealed_compiles_nothing() -> None:
 
 
 def test_the_mean_over_seeds_is_the_call_without_dropout() -> None:
-    given = [x.detach() for x in tensors(20)]
+    """Rows of a batch draw numbers of their own, too: 50 rows of 40 seeds are as many draws."""
+    given = [x.detach()[:1] for x in tensors(20)]
     plain = CAUSAL(*given, train=False)
-    outs = torch.stack([CAUSAL(*given, seed=n) for n in range(2000)])
+    rows = [x.repeat(50, 1, 1, 1) for x in given]
+    outs = torch.cat([CAUSAL(*rows, seed=n) for n in range(40)])
     assert ((outs.mean(0) - plain).abs() <= 6 * outs.std(0) / 2000**0.5 + 1e-5).all()
 
 

@@ -16,7 +16,7 @@ from weft.runtime.call import Operand
 
 pytest.importorskip("triton")
 from . import ahead
-from .ahead import Kernel, Module, compiled, count_opcode
+from .ahead import Direction, Kernel, Module, compiled, count_opcode
 
 pytestmark = pytest.mark.compiles
 
@@ -76,22 +76,22 @@ def test_one_pass(name: str, head_dim: int) -> None:
     assert set(loads(own, "UTMASTG")) == {1}
 
 
-@pytest.mark.parametrize("sequences", ["packed", "paged", "lengths"])
-def test_sequences(sequences: str) -> None:
-    own = [module("causal", "forward", 64, sequences).kernels["flash_forward"]]
-    if sequences != "paged":
-        wanted = WANTED - {"bias"}  # whose gradient is for sequences of one length
-        own.append(
-            compiled(
-                VARIANTS["causal"], "backward", 64, target="hopper", wanted=wanted, deterministic=False,
-                sequences=sequences,
-            ).kernels["flash_backward"]
-        )  # fmt: skip
-    for kernel in own:
-        assert not kernel.serialised and kernel.spills_in_loops() <= 2 and not any(loads(kernel, "LDG"))
+OF_SEQUENCES = [("backward", "packed"), ("backward", "lengths")]
+OF_SEQUENCES += [("forward", sequences) for sequences in ("packed", "paged", "lengths")]
 
 
-def test_operands_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("direction", "sequences"), OF_SEQUENCES)
+def test_sequences(direction: Direction, sequences: str) -> None:
+    wanted = WANTED - {"bias"} if direction == "backward" else None  # its gradient is for sequences of one length
+    own = compiled(
+        VARIANTS["causal"], direction, 64, target="hopper", wanted=wanted, deterministic=False, sequences=sequences
+    ).kernels[f"flash_{direction}"]
+    assert not own.serialised and own.spills_in_loops() <= 2 and not any(loads(own, "LDG"))
+
+
+@pytest.mark.parametrize("width", [64, 96])
+@pytest.mark.parametrize("direction", ["backward", "forward"])
+def test_operands_of_32_bits(direction: Direction, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = ahead._operands
 
     def wide(variant: weft.Attention, sizes: Shape, floats: torch.dtype) -> dict[str, Operand]:
@@ -99,10 +99,8 @@ def test_operands_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ahead, "_operands", wide)
     monkeypatch.setattr("weft.request.boxed_of", lambda *given: 4)
-    for direction in ("forward", "backward"):
-        wanted = WANTED if direction == "backward" else None
-        for width in (64, 96):
-            found = compiled(VARIANTS["full"], direction, width, target="hopper", wanted=wanted, deterministic=False)
-            own = found.kernels[f"flash_{direction}"]
-            assert not own.serialised and own.sram <= H200.sram_per_block and not any(loads(own, "LDG"))
-            assert own.spills_in_loops() <= (0 if width == 64 else LOOP_CONSTANTS)
+    wanted = WANTED if direction == "backward" else None
+    found = compiled(VARIANTS["full"], direction, width, target="hopper", wanted=wanted, deterministic=False)
+    own = found.kernels[f"flash_{direction}"]
+    assert not own.serialised and own.sram <= H200.sram_per_block and not any(loads(own, "LDG"))
+    assert own.spills_in_loops() <= (0 if width == 64 else LOOP_CONSTANTS)

@@ -185,5 +185,7 @@ def child(rank: int, port: int, folder: Path) -> None:
 
 
 def test_four_processes_compute_what_one_does_and_refuse_what_they_cannot(tmp_path: Path) -> None:
-    multiprocessing.spawn(child, (free_port(), tmp_path), nprocs=4)  # type: ignore[no-untyped-call]
+    how = "forkserver"  # which imports torch once for all four
+    multiprocessing.get_context(how).set_forkserver_preload([__name__])
+    multiprocessing.start_processes(child, (free_port(), tmp_path), nprocs=4, start_method=how)  # type: ignore[no-untyped-call]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2", "3"]

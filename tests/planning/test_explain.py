@@ -237,9 +237,9 @@ def test_a_long_sequence_is_explained_in_about_a_second() -> None:
         return time.process_time() - begun
 
     for variant in (DOCUMENTS, by_head):
-        for ordered in (False, True):  # the least of three: a core shared with another process is half as fast
+        for ordered in (False, True):  # one of three: a core shared with another process is half as fast
             # 0.75 s on one core by itself
-            assert min(seconds(variant, ordered, seed) for seed in range(3)) < 1.5, variant.name
+            assert any(seconds(variant, ordered, seed) < 1.5 for seed in range(3)), variant.name
 
 
 def test_a_plan_is_explained_in_under_a_second_beyond_starting_python() -> None:

@@ -73,6 +73,7 @@ def level_tiles(k: KernelPlan, name: str, mask: str, q_len: int, kv_len: int) ->
     return edge, full, level
 
 
+@pytest.mark.sampled(2)  # each index under each mask once, of sizes in turn
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", INDICES)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1024, 1024), (640, 1152)])
