@@ -16,6 +16,7 @@ from ..compiler.planning.records import Stage
 from ..compiler.planning.target import Target
 from ..ir.errors import InternalError
 from .context import Comments, spread
+from .figures import figures
 from .functions import FunctionPrinter
 from .lines import fitted
 from .loader import compiled, folders_of_templates
@@ -36,7 +37,11 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     subject = Subject(facts, code, target)
     gradients = subject.gradients if subject.is_backward else None
     functions = _functions(subject.printer, code.schedule.algorithm, gradients, subject.summed_elsewhere)
-    records = (*records_of(subject, functions), *target.context(code, facts))
+    records = (
+        *records_of(subject, functions),
+        figures(code, facts, target.language.is_gpu),
+        *target.context(code, facts),
+    )
     # -> source
     return written(target.template(code), records, {k.name: k.stages for k in code.own}, target.language.is_gpu)
 
