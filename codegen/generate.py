@@ -16,6 +16,7 @@ from ..compiler.planning.records import Stage
 from ..compiler.planning.target import Target
 from ..ir.errors import InternalError
 from .context import Comments, spread
+from .decided import decided
 from .figures import figures
 from .functions import FunctionPrinter
 from .lines import fitted
@@ -87,6 +88,6 @@ def _template(name: str) -> jinja2.Template:
 
 
 def _tidy(text: str) -> str:
-    """Blank lines as PEP 8 has them, stages as comments, and lines that fit."""
-    text = re.sub(r"[ \t]+\n", "\n", wrapped(text))
+    """Without what is never run; blank lines as PEP 8 has them, stages as comments, and lines that fit."""
+    text = decided(re.sub(r"[ \t]+\n", "\n", wrapped(text)))
     return fitted(re.sub(r"\n{4,}", "\n\n\n", text).strip() + "\n")
