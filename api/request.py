@@ -220,6 +220,30 @@ def _averaged(sizes: Shape, number: int, rows: int) -> Shape:
     return dataclasses.replace(sizes, batch=max(number, 1), q_len=max(-(-rows // max(number, 1)), 1))
 
 
+class _Asked(NamedTuple):
+    """What both directions of a request are asked for."""
+
+    attention: Attention
+    operands: Sequence[Tensor | Shape]
+    sizes: Shape
+    choice: tuple[hardware.Hardware, str | None, str | Schedule | None]  # the machine, target and schedule
+
+    def resolved(self, signature: Signature) -> list[driver.Resolved]:
+        """The modules of one direction; those of another target where the first cannot take these tensors."""
+        made = self._modules(signature)
+        misfit = _misfit(made[0], signature, self.operands, self.sizes)
+        if misfit is None:
+            return made
+        if self.choice[1] == made[0].target.name:
+            raise UnavailableError(f"{self.attention.name}: target {misfit}")
+        others = self._modules(signature, frozenset({made[0].target.name}))
+        return [dataclasses.replace(other, notes=(*other.notes, misfit)) for other in others]
+
+    def _modules(self, signature: Signature, unfit: frozenset[str] = frozenset()) -> list[driver.Resolved]:
+        shares = driver.shared_out(self.attention, signature, *self.choice, unfit)
+        return [driver.resolve(self.attention, own, *self.choice, unfit) for own in shares]
+
+
 def request_of(
     attention: Attention, operands: Sequence[Tensor | Shape], device: str | None, target: str | None,
     schedule: str | Schedule | None, form: Form | None, options: Mapping[str, Any],
@@ -230,20 +254,15 @@ def request_of(
     if target is not None:
         check_values(str(attention.name), {"target": target})
     machine = _hardware(device, tensors_on)
-    if attention.latent is not None and options.get("block_table") is not None:
-        check_absorbed(attention, form)
-        form = "absorbed"
-    if form is None and tensors_on is not None and attention.latent is not None:
-        form = _form_of_call(attention, operands, options)
+    if attention.latent is not None:
+        form = _form_of(attention, operands, options, form, tensors_on is not None)
     head_dim = sizes.head_dim
     sizes, widths = _seen(attention, sizes, form, options.get("rope") is not None)
     found = _sequences(attention, operands, sizes, options)
-    ranges = (
-        ranges_of(sizes, options.get("q_offset")) if found is None else ranges_of(sizes, 0) | parts.ranges_of(found)
-    )
+    ranges = ranges_of(sizes, options.get("q_offset") if found is None else 0)
+    ranges |= {} if found is None else parts.ranges_of(found)
     check_read(attention, ranges, options)
-    offset = offset_kind(options.get("q_offset")) if found else "number"
-    offset = "per_row" if isinstance(options.get("q_offset"), Tensor) else offset
+    offset = offset_kind(options.get("q_offset")) if found or isinstance(options.get("q_offset"), Tensor) else "number"
     target = default_target() if target is None else target
     asked = options.get("deterministic")
     repeats = True if asked is None and torch.are_deterministic_algorithms_enabled() else asked
@@ -261,25 +280,11 @@ def request_of(
         )  # fmt: skip
         return signature_of(described, masked=attention.is_masked, sums_pairs=facts.sums_pairs(wanted))
 
-    def modules(signature: Signature, unfit: frozenset[str] = frozenset()) -> list[driver.Resolved]:
-        asked = (machine, target, schedule, unfit)
-        shares = driver.shared_out(attention, signature, *asked)
-        return [driver.resolve(attention, own, *asked) for own in shares]
-
-    def resolved(signature: Signature) -> list[driver.Resolved]:
-        made = modules(signature)
-        misfit = _misfit(made[0], signature, operands, sizes)
-        if misfit is None:
-            return made
-        if target == made[0].target.name:
-            raise UnavailableError(f"{attention.name}: target {misfit}")
-        others = modules(signature, frozenset({made[0].target.name}))
-        return [dataclasses.replace(other, notes=(*other.notes, misfit)) for other in others]
-
+    asked_of = _Asked(attention, operands, sizes, (machine, target, schedule))
     first = None
     if found is None and options.get("q_offset") is None:
         first = variant_of(attention).first_key.note(sizes.q_len, sizes.kv_len)
-    forward, *rest = resolved(signature("forward", frozenset()))
+    forward, *rest = asked_of.resolved(signature("forward", frozenset()))
     short = rest[0] if rest else None
     if found is not None and found.sequences.kind.is_mixed and found.rows:
         sizes = _averaged(sizes, len(found.rows), sizes.q_len)
@@ -291,7 +296,7 @@ def request_of(
         return Request(found, sizes, head_dim, machine, forward, None, notes, short)
     asks = signature("backward", _everything(attention, widths) - _frozen(operands, options))
     try:
-        (backward,) = resolved(asks)
+        (backward,) = asked_of.resolved(asks)
     except UnavailableError as error:
         if not asks.options:
             raise
@@ -358,8 +363,18 @@ _FP8_HAS_NO_BACKWARD = "a call with FP8 operands has no backward: train with bf1
 _PAGES_HAVE_NO_BACKWARD = "a call with block_table has no backward: gather the pages to train"
 
 
-def _form_of_call(attention: Attention, operands: Sequence[Any], options: Mapping[str, Any]) -> Form:
-    """The form that a call with these tensors computes: without uk and uv the query is latent already."""
+def _form_of(
+    attention: Attention, operands: Sequence[Any], options: Mapping[str, Any], form: Form | None, tensors: bool
+) -> Form | None:
+    """The form that a latent call computes: that of `form`, of pages or of its tensors, where they are given.
+
+    Without uk and uv the query is latent already.
+    """
+    if options.get("block_table") is not None:
+        check_absorbed(attention, form)
+        return "absorbed"
+    if form is not None or not tensors:
+        return form
     uk, uv = options.get("uk"), options.get("uv")
     if uk is None or uv is None:
         return "absorbed"

@@ -40,6 +40,14 @@ class Printed:
 
 # -- the module of one direction ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
+class Figures:
+    """What the docstring says of a variant and its kernels (codegen/figures.py)."""
+
+    attention_text: str  # the variant as it is declared
+    figures: str  # of each kernel: its form, SRAM, registers where declared, and what bounds it
+
+
+@dataclass(frozen=True)
 class Variant:
     """What a variant's score and mask are."""
 

@@ -5,7 +5,6 @@ Every kernel template, whatever its target, calls the same functions; only the d
 
 from __future__ import annotations
 
-import math
 import re
 import textwrap
 from collections.abc import Sequence
@@ -15,21 +14,20 @@ from ..compiler.analysis.tiles.facts import Facts
 from ..compiler.analysis.tiles.programs import lookups
 from ..compiler.analysis.tiles.results import PAIR_KINDS, Assign, OperandGradient, TileProgram, TileSource
 from ..compiler.analysis.tiles.survey import Cells, Survey
-from ..compiler.analysis.values import affine
-from ..compiler.analysis.values.affine import is_bool, make
+from ..compiler.analysis.values.affine import is_bool
 from ..compiler.analysis.values.cse import names_that_decide, of_positions, shared
 from ..compiler.analysis.values.distances import DISTANCE, ByDistance, with_tables
 from ..compiler.analysis.values.places import rows_of_boxes
 from ..ir.attention import SEED, Attention
-from ..ir.expr import Call, Const, Expr, Load, Scalar, Symbol, TensorOperand, call, expression, symbol
+from ..ir.expr import Const, Expr, Load, Scalar, Symbol, TensorOperand, call, symbol
 from ..ir.operators import OPERATORS, Operator
 from ..ir.philox import ALL_KEPT, pairs_kept
 from ..ir.walk import loads, nodes, rewrite, scalars, symbols
 from .dialects import GLUON, TORCH, TRITON, Dialect, Printer, axes
+from .function_lines import AS_BOUND, AS_INT, HERE, IEEE, IN_RANGE, called, commented, returned, taken_from_here
+from .function_values import LOG2_E, deciding_helpers, in_base_2, is_constant, last_of, within
 
-LOG2_E = math.log2(math.e)
 _USUAL_SCALE = call("rsqrt", symbol("head_dim"))
-HERE = "here"  # what functions on a GPU are told of the head that a tile is of, and operands
 BY_PAIR = "by_pair"  # what each pair reads, where a tile of it lies in SRAM
 SYMBOL_ARGUMENTS = ("batch", "head", "kv_head", "group", "q_len", "kv_len", "head_dim")
 
@@ -252,7 +250,7 @@ class FunctionPrinter:
         from ..compiler.analysis.values.symbolic import simplify  # lazy: imports sympy, which a warm start does without
 
         if self.base2 and self.language.module == "gl" and not self.facts.attention.weighs.saves_lse:
-            return _multiplied(simplify(node))  # an instruction a pair is a larger part there
+            return in_base_2(simplify(node))  # an instruction a pair is a larger part there
         return simplify(call("mul", node, Const(LOG2_E)) if self.base2 else node)
 
     def _mask_parts(self) -> list[str]:
@@ -366,7 +364,7 @@ class FunctionPrinter:
         parts = []
         extents = "".join(f"{name}, " for name in self.extents_with(indices))
         for number, (name, value, text) in enumerate(named):
-            lines, printer, (result,) = self._assigned([rewrite(value, _within)], self._table_printer(number))
+            lines, printer, (result,) = self._assigned([rewrite(value, within)], self._table_printer(number))
             lines.append(f"return {printer(result)}")
             title = f"Of distance = q_pos - kv_pos: {text}. Reads stay in their tensors."
             parts.append(own._function(f"{name}({DISTANCE}, {extents}{own.env})", title, lines))
@@ -376,7 +374,7 @@ class FunctionPrinter:
         """Names of the last index of each dimension of what tables, and these, read."""
         values = [*(table.value for table in self.tables), *indices]
         found = {load.text: load for value in values for load in loads(value)}
-        return sorted({_last(load, d) for load in found.values() for d in range(load.tensor.rank)})
+        return sorted({last_of(load, d) for load in found.values() for d in range(load.tensor.rank)})
 
     def place(self, name: str, load: Load) -> str:
         """Where a tile of pairs reads an operand: the number of the entry, by extents of all dimensions but the first.
@@ -403,7 +401,7 @@ class FunctionPrinter:
         lines, printer, results = self._assigned([load.index[d] for d in order])
         texts = [printer(i) if isinstance(i, Const) else f"gl.cast({printer(i)}, gl.int32)" for i in results]
         title = f"Where the pairs of a tile from q_pos and kv_pos on read {load}: rows and columns last."
-        return self._function(f"first_of_box(q_pos, kv_pos, {self.env})", title, [*lines, *_returned(texts)])
+        return self._function(f"first_of_box(q_pos, kv_pos, {self.env})", title, [*lines, *returned(texts)])
 
     def _entry(self, text: str) -> str:
         module = self.language.module
@@ -450,9 +448,9 @@ class FunctionPrinter:
         printer = replace(self._printer, names={"block": block, "length": length}, scalar_code=True, offsets_64=True)
         lines = self._widened(program, printer)
         for line in program.body:
-            lines += _commented(f"{line.name} = {printer(line.value)}", line.comment)
+            lines += commented(f"{line.name} = {printer(line.value)}", line.comment)
         results = ["n_edge", "n_full", *program.outputs]
-        lines += _returned([self._narrowed(program.body, name) for name in results])
+        lines += returned([self._narrowed(program.body, name) for name in results])
         offset = "q_offset, " if program.axis == "q" else ""
         signature = (
             f"{program.axis}_tiles({other}_first, {other}_last, {self.env}, {offset}{block}{self.language.block})"
@@ -472,7 +470,7 @@ class FunctionPrinter:
         ranges = range(len(program.outputs) // 4)
         lines.append(f"n_full = {' + '.join(f'full_hi{k} - full_lo{k}' for k in ranges)}")
         lines.append(f"n_edge = {' + '.join(f'hi{k} - lo{k}' for k in ranges)} - n_full")
-        lines += _returned(["n_edge", "n_full", *program.outputs])
+        lines += returned(["n_edge", "n_full", *program.outputs])
         what = "keys" if program.axis == "kv" else "queries (by row)"
         title = (
             f"Tiles of {what} to visit, as measured for the tile at `spans`: how many edge and full tiles, then lo, "
@@ -503,7 +501,7 @@ class FunctionPrinter:
             "in_cells": [f"cells{n}_{some}" for n in range(len(found.cells)) for some in ("any", "all")],
         }
         given = {name: names for name, names in given.items() if names}
-        lines = _returned([printer(found.possible), printer(found.certain)])
+        lines = returned([printer(found.possible), printer(found.certain)])
         if self.language.is_gpu:  # each is a tuple
             lines = [f"{', '.join(names)} = {name}" for name, names in given.items()] + lines
             return self._function(f"pair({', '.join([*given, self.env])})", title, lines)
@@ -527,7 +525,7 @@ class FunctionPrinter:
 
     def _narrowed(self, body: tuple[Assign, ...], name: str) -> str:
         values = {line.name: line.value for line in body}
-        if not self.language.is_gpu or _is_constant(values[name], values):
+        if not self.language.is_gpu or is_constant(values[name], values):
             return name
         return f"{self.language.module}.cast({name}, {self.language.module}.int32)"
 
@@ -582,131 +580,19 @@ class FunctionPrinter:
     def _helpers(self, text: str) -> list[str]:
         """What the functions call: reads of ints, and the operators that the language lacks."""
         if not self.language.is_gpu:
-            return _called([_IEEE, _IN_RANGE], text)
+            return called([IEEE, IN_RANGE], text)
         helpers = []
         if "as_bound(" in text:
-            helpers.append(_AS_BOUND.format(jit=self.language.decorator, m=self.language.module))
+            helpers.append(AS_BOUND.format(jit=self.language.decorator, m=self.language.module))
         if "as_int(" in text:
-            helpers.append(_AS_INT.format(jit=self.language.decorator, m=self.language.module))
+            helpers.append(AS_INT.format(jit=self.language.decorator, m=self.language.module))
         of_operators = dict.fromkeys(self._helper(op) for op in OPERATORS.values() if op.helper)  # some share one
-        return [*helpers, *_called(list(of_operators), text)]
+        return [*helpers, *called(list(of_operators), text)]
 
     def _helper(self, operator: Operator) -> str:
         fast = (
-            operator.fast_helper if self.approximate and operator.helper not in _deciding(self.facts.attention) else ""
+            operator.fast_helper
+            if self.approximate and operator.helper not in deciding_helpers(self.facts.attention)
+            else ""
         )
         return (fast or operator.helper).format(jit=self.language.decorator, m=self.language.module)
-
-
-def taken_from_here(names: Sequence[str], width: int = 112) -> list[str]:
-    """Lines that give names of their own to what `here` has.
-
-    >>> taken_from_here(["head", "q_len"])
-    ['head, q_len = here.head, here.q_len']
-    """
-    lines: list[str] = []
-    some: list[str] = []
-    for name in [*names, ""]:
-        if some and (not name or 2 * len(", ".join([*some, name])) + 6 * (len(some) + 1) > width):
-            lines.append(f"{', '.join(some)} = {', '.join(f'{HERE}.{each}' for each in some)}")
-            some = []
-        some.append(name)
-    return lines
-
-
-def _deciding(attention: Attention) -> frozenset[str]:
-    """Helpers of functions whose value decides something, as what is compared or made an int does."""
-    roots = [expression(e) for e in (attention.score, attention.mask, attention.scale, attention.sink) if e is not None]
-    calls = [n for root in roots for n in nodes(root) if isinstance(n, Call)]
-    deciding = [n for n in calls if OPERATORS[n.op].decides]
-    return frozenset(OPERATORS[n.op].helper for root in deciding for n in nodes(root) if isinstance(n, Call))
-
-
-def _last(load: Load, dimension: int) -> str:
-    return f"last{dimension}_{load.tensor.name}"
-
-
-def _within(node: Expr) -> Expr | None:
-    """Reads that stay in their tensors, also at distances that no pair has."""
-    if not isinstance(node, Load):
-        return None
-    inside = [
-        make("maximum", make("minimum", i, affine.name(_last(node, d))), Const(0)) for d, i in enumerate(node.index)
-    ]
-    return Load(node.tensor, tuple(inside), where=node.where)
-
-
-def _called(functions: list[str], text: str) -> list[str]:
-    """Those of the functions that the text calls, or a later one of them that is called."""
-    found: list[str] = []
-    for function in reversed(functions):
-        name = function.split("def ", 1)[1].split("(", 1)[0]
-        if re.search(rf"(?<![\w.]){name}\(", "".join([text, *found])):
-            found.insert(0, function)
-    return found
-
-
-def _commented(line: str, comment: str) -> list[str]:
-    """The comment behind the line where it fits, else above it."""
-    if not comment:
-        return [line]
-    together = f"{line}  # {comment}"
-    return [together] if len(together) <= 112 else [f"# {comment}", line]
-
-
-def _returned(values: list[str]) -> list[str]:
-    """A return statement, one value a line where it would be long."""
-    line = f"return {', '.join(values)}"
-    return [line] if len(line) <= 112 else ["return (", *(f"    {v}," for v in values), ")"]
-
-
-def _is_constant(node: Expr, values: dict[str, Expr]) -> bool:
-    """A result that is a plain number whatever the call: Python keeps it as such."""
-    if isinstance(node, Symbol) and node.name in values:
-        return _is_constant(values[node.name], values)
-    return isinstance(node, Const) or not (symbols(node) or any(isinstance(n, Scalar) for n in nodes(node)))
-
-
-_IEEE = '''
-def ieee(on_numbers, on_tensors, *x):
-    """on_numbers(*x), and where Python raises what floats give there: infinity or NaN."""
-    try:
-        return on_numbers(*x)
-    except (ArithmeticError, ValueError):
-        return on_tensors(*(torch.tensor(each, dtype=torch.float64, device="cpu") for each in x)).item()
-'''.lstrip()
-_IN_RANGE = '''
-def in_range(factor):
-    """A number that torch's kernels multiply by: infinite where it is that in float32, times log2(e) too."""
-    return factor if abs(factor) <= 2.358e38 or factor != factor else math.copysign(math.inf, factor)
-'''.lstrip()
-_AS_INT = '''{jit}
-def as_int(x):
-    """An int read from a tensor, in at least 32 bits."""
-    if x.dtype.primitive_bitwidth < 32:
-        x = x.to({m}.int32)
-    return x
-'''
-_AS_BOUND = '''{jit}
-def as_bound(x):
-    """An int read from a tensor, for the arithmetic of tile bounds: in 64 bits, and about 2**31 from 0 at most."""
-    # A limit may be the largest value of its dtype, where limit + 1 would wrap. Ints of a mask have 32 bits, and what
-    # it adds or multiplies is promised to be below 2**30: bounds keep their meaning beside what is cut one further off.
-    return {m}.minimum({m}.maximum(x.to({m}.int64), -2147483649), 2147483648)
-'''
-
-
-def _multiplied(node: Expr) -> Expr:
-    """The node times log2(e), by factors that are one number where there are such, so that no pair is multiplied."""
-    match node:
-        case Const(value):
-            return Const(value * LOG2_E)
-        case Call("add" | "sub", (left, right)) if node.dtype == "float":
-            return call(node.op, _multiplied(left), _multiplied(right))
-        case Call("neg", (operand,)) if node.dtype == "float":
-            return call("neg", _multiplied(operand))
-        case Call("mul", (left, right)) if not axes(right):
-            return call("mul", left, _multiplied(right))
-        case Call("mul", (left, right)) if not axes(left):
-            return call("mul", _multiplied(left), right)
-    return call("mul", Const(LOG2_E), node)

@@ -16,6 +16,8 @@ from ..compiler.planning.records import Stage
 from ..compiler.planning.target import Target
 from ..ir.errors import InternalError
 from .context import Comments, spread
+from .decided import decided
+from .figures import figures
 from .functions import FunctionPrinter
 from .lines import fitted
 from .loader import compiled, folders_of_templates
@@ -36,7 +38,11 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     subject = Subject(facts, code, target)
     gradients = subject.gradients if subject.is_backward else None
     functions = _functions(subject.printer, code.schedule.algorithm, gradients, subject.summed_elsewhere)
-    records = (*records_of(subject, functions), *target.context(code, facts))
+    records = (
+        *records_of(subject, functions),
+        figures(code, facts, target.language.is_gpu),
+        *target.context(code, facts),
+    )
     # -> source
     return written(target.template(code), records, {k.name: k.stages for k in code.own}, target.language.is_gpu)
 
@@ -82,6 +88,6 @@ def _template(name: str) -> jinja2.Template:
 
 
 def _tidy(text: str) -> str:
-    """Blank lines as PEP 8 has them, stages as comments, and lines that fit."""
-    text = re.sub(r"[ \t]+\n", "\n", wrapped(text))
+    """Without what is never run; blank lines as PEP 8 has them, stages as comments, and lines that fit."""
+    text = decided(re.sub(r"[ \t]+\n", "\n", wrapped(text)))
     return fitted(re.sub(r"\n{4,}", "\n\n\n", text).strip() + "\n")

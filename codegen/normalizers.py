@@ -386,7 +386,7 @@ SIGMOIDS_OPERANDS = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))
 @gluon.jit
 def sigmoids(powers):
     """The sigmoid of scores in base-2 units, in the layout of a product."""
-    return gl.inline_asm_elementwise(SIGMOIDS_ASM, SIGMOIDS_OPERANDS, [powers], gl.float32, True, 8)
+    return gl.inline_asm_elementwise(SIGMOIDS_ASM, SIGMOIDS_OPERANDS, [powers], dtype=gl.float32, is_pure=True, pack=8)
 '''
 
 _SIGMOIDS_EACH = '''
@@ -395,7 +395,7 @@ def sigmoids(powers):
     """The sigmoid of scores in base-2 units, 0 of -inf. In lines of its own a sign costs no instruction."""
     return gl.inline_asm_elementwise(
         "{ .reg .f32 x; neg.f32 x, $1; ex2.approx.ftz.f32 x, x; add.f32 x, x, 0f3F800000; rcp.approx.ftz.f32 $0, x; }",
-        "=f,f", [powers], gl.float32, True, 1)
+        "=f,f", [powers], dtype=gl.float32, is_pure=True, pack=1)
 '''
 
 
@@ -419,7 +419,8 @@ _POSITIVE = '''
 @gluon.jit
 def positive(x):
     """x where it is above 0 or NaN, else 0."""
-    return gl.inline_asm_elementwise("max.NaN.f32 $0, $1, 0f00000000;", "=f,f", [x], gl.float32, True, 1)
+    return gl.inline_asm_elementwise(
+        "max.NaN.f32 $0, $1, 0f00000000;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 '''
 
 

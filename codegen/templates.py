@@ -14,7 +14,7 @@ from jinja2.bccache import Bucket
 from jinja2.ext import Extension
 
 from ..ir.errors import InternalError
-from .functions import taken_from_here
+from .function_lines import taken_from_here
 from .template_shelf import shelf
 
 _HOLE = re.compile(r"^([ \t]*):: ((?:.*\\\n)*.*)\n", re.MULTILINE)

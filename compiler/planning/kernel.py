@@ -45,6 +45,10 @@ class Declared(Protocol):
     def spare(self) -> int:
         """Bytes of SRAM that a form must leave besides what the sum has."""
 
+    @property
+    def registers_of_roles(self) -> str:
+        """Of a thread of each role, in words."""
+
     def sram_bytes(self, x: Sizes) -> float:
         """The sum of what it allocates."""
 

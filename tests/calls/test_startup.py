@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from weft.codegen.functions import _USUAL_SCALE, LOG2_E
+from weft.codegen.function_values import LOG2_E
+from weft.codegen.functions import _USUAL_SCALE
 from weft.compiler.analysis.values.symbolic import simplify
 from weft.ir.expr import Const, call
 

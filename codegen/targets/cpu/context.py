@@ -12,7 +12,6 @@ from ...context import Cell, Value
 class Score:
     """What is particular of a score, where tiles are torch's."""
 
-    attention_text: str  # the variant, for the docstring
     uniform: bool  # what q.k is multiplied by is one number for a head
     settles: bool  # something of what is added follows from positions alone
     by_distance: bool  # what is added depends on q_pos - kv_pos and the head alone

@@ -131,7 +131,6 @@ class CpuTarget:
 def _score_told(code: CodePlan, facts: Facts) -> context.Score:
     scale, read = _scale(facts), symbols(facts.attention.folded_score)
     return context.Score(
-        attention_text=str(facts.attention),
         uniform=scale is not None and is_uniform(scale),
         by_distance=_by_distance(facts),
         settles=_settles(facts, code.signature),

@@ -281,6 +281,11 @@ class Program:
         return THREADS * (first.warps * first.registers + WARPGROUP * sum(groups))
 
     @property
+    def registers_of_roles(self) -> str:
+        """Of a thread of each role, in words."""
+        return ", ".join(f"{role.name} {role.registers}" for role in self.roles)
+
+    @property
     def _singly(self) -> list[Role]:
         """Each of several of a role as one."""
         return [role for role in self.roles for _ in range(role.count)]

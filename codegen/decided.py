@@ -1,0 +1,156 @@
+"""Branches of generated text that its own constants decide: what is never run is left out.
+
+    decided(text)    `FAR = gl.constexpr(False)` ... `if FAR: a` `else: b`  -->  b
+
+Templates print a switch once, as a constant with its meaning beside it, and test it where it matters. A reader of one
+variant sees neither the switch nor what it switches off. Lines that stay are as they were, but for their indentation.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import NamedTuple, TypeAlias
+
+_SWITCH = re.compile(r"^([A-Z][A-Z0-9_]*) = (?:gl|tl)\.constexpr\((True|False)\)(?:  #.*)?$", re.MULTILINE)
+_ROUNDS = 16  # branches within branches, at most
+Switches: TypeAlias = "dict[str, bool]"
+
+
+class _Edit(NamedTuple):
+    """Lines first to last (from 1), and what stands there instead."""
+
+    first: int
+    last: int
+    lines: list[str]
+
+
+def decided(text: str) -> str:
+    """The text without switches, and without what they switch off.
+
+    >>> print(decided("A = gl.constexpr(True)\\nif A and x:\\n    f()\\nif not A:\\n    g()\\nelse:\\n    h()"))
+    if x:
+        f()
+    h()
+    """
+    switches = {name: value == "True" for name, value in _SWITCH.findall(text)}
+    if not switches:
+        return text
+    try:
+        for _ in range(_ROUNDS):
+            changed = _once(text, switches)
+            if changed == text:
+                break
+            text = changed
+        return _without_unused(text, switches)
+    except SyntaxError:  # `generate` says so, and shows the lines
+        return text
+
+
+def _once(text: str, switches: Switches) -> str:
+    """Every innermost branch that is decided, and every test of which a part is."""
+    lines = text.split("\n")
+    edits = [edit for node in ast.walk(ast.parse(text)) if (edit := _edit_of(node, lines, switches)) is not None]
+    last = len(lines) + 1
+    for edit in sorted(edits, key=lambda e: (e.first, -e.last), reverse=True):
+        if edit.last < last:  # else it lies around one that was made: the next round has it
+            lines[edit.first - 1 : edit.last] = edit.lines
+            last = edit.first
+    return "\n".join(lines)
+
+
+def _edit_of(node: ast.AST, lines: list[str], switches: Switches) -> _Edit | None:
+    if isinstance(node, ast.If):
+        value = _value(node.test, switches)
+        return None if value is None else _branch(node, value, lines)
+    if isinstance(node, (ast.IfExp, ast.BoolOp)) and node.lineno == node.end_lineno:
+        shorter = _shorter(node, switches)
+        return None if shorter is None else _in_line(node, shorter, lines)
+    return None
+
+
+def _value(test: ast.expr, switches: Switches) -> bool | None:
+    """What an expression of switches is; None where it is not decided."""
+    match test:
+        case ast.Name(id=name):
+            return switches.get(name)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            value = _value(operand, switches)
+            return None if value is None else not value
+        case ast.BoolOp(op=op, values=values):
+            found, ends = [_value(v, switches) for v in values], isinstance(op, ast.Or)
+            return ends if ends in found else None if None in found else not ends
+    return None
+
+
+def _shorter(node: ast.IfExp | ast.BoolOp, switches: Switches) -> ast.expr | None:
+    """The same expression without what is decided; None where all of it is open, or stands in a branch's test."""
+    if isinstance(node, ast.IfExp):
+        value = _value(node.test, switches)
+        return None if value is None else node.body if value else node.orelse
+    if _value(node, switches) is not None:
+        return None
+    left = [v for v in node.values if _value(v, switches) is None]
+    if len(left) == len(node.values):
+        return None
+    return left[0] if len(left) == 1 else ast.BoolOp(node.op, left)
+
+
+def _in_line(node: ast.expr, shorter: ast.expr, lines: list[str]) -> _Edit:
+    line = lines[node.lineno - 1].encode()  # columns count bytes
+    inside, after = ast.unparse(shorter), line[node.end_col_offset :].decode()
+    before = line[: node.col_offset].decode()
+    if before.endswith("(") and after.startswith(")") and not re.search(r"\w\($", before):
+        before, after = before[:-1], after[1:]
+        inside = inside if isinstance(shorter, (ast.Name, ast.Call, ast.Subscript, ast.Attribute)) else f"({inside})"
+    return _Edit(node.lineno, node.lineno, [before + inside + after])
+
+
+def _branch(node: ast.If, value: bool, lines: list[str]) -> _Edit | None:
+    """The branch that is run in place of the whole."""
+    if any("\n" in n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)):
+        return None
+    first, last = node.lineno, node.end_lineno or node.lineno
+    begins = (node.test.end_lineno or first) + 1
+    follows = _else_of(node, lines)
+    indent = re.match(r" *", lines[first - 1])[0]  # type: ignore[index]
+    body = lines[begins - 1 : (follows or last + 1) - 1]
+    body = [*_why(lines[first - 1], indent), *body]
+    if lines[first - 1].lstrip().startswith("elif"):
+        if value:
+            return _Edit(first, last, [f"{indent}else:", *body])
+        return _Edit(first, (follows or last + 1) - 1, [])
+    if value:
+        return _Edit(first, last, _outdented(body))
+    if follows is None:
+        return _Edit(first, last, [])
+    if lines[follows - 1].lstrip().startswith("elif"):
+        return _Edit(first, follows, [lines[follows - 1].replace("elif", "if", 1)])
+    return _Edit(first, last, _outdented([*_why(lines[follows - 1], indent), *lines[follows:last]]))
+
+
+def _why(line: str, indent: str) -> list[str]:
+    """The comment behind a test, for the branch that stays."""
+    found = re.search(r":  (# .*)$", line)
+    return [f"{indent}    {found[1]}"] if found else []
+
+
+def _else_of(node: ast.If, lines: list[str]) -> int | None:
+    """The line of its `else:` or `elif`, if it has one."""
+    if not node.orelse:
+        return None
+    indent = re.match(r" *", lines[node.lineno - 1])[0]  # type: ignore[index]
+    last = node.body[-1].end_lineno or node.lineno
+    return next(n for n in range(last + 1, len(lines) + 1) if re.match(rf"{indent}(else:|elif )", lines[n - 1]))
+
+
+def _outdented(lines: list[str]) -> list[str]:
+    return [line.removeprefix("    ") for line in lines]
+
+
+def _without_unused(text: str, switches: Switches) -> str:
+    """Without the switches that nothing reads any more."""
+    read = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    return "\n".join(
+        line for line in text.split("\n") if not ((m := _SWITCH.match(line)) and m[1] in switches.keys() - read)
+    )
