@@ -222,8 +222,10 @@ class Attention(Methods, Declaration):
 
     def _explain(self, call: Call, options: CallOptions, error: Exception) -> None:
         """Raise WeftError where the call is to blame for the error: torch and Python know no operand's name."""
-        if options.are_ragged and are_jagged(call.query, call.key, call.value):
-            raise lengths_given_twice(str(self.name), options)
+        if are_jagged(call.query, call.key, call.value):
+            if options.are_ragged:
+                raise lengths_given_twice(str(self.name), options)
+            packed(str(self.name), call.query, call.key, call.value)  # says which dimension is ragged
         self._check(call.query, call.key, call.value, call.operands, options.block_table is not None)
         if options.are_ragged:
             checked(str(self.name), call.query, call.key, options)
