@@ -108,6 +108,7 @@ def kind_problems(named: Mapping[str, Tensor]) -> list[Problem]:
     for label, tensor in named.items():
         if tensor.dtype != dtype and tensor is not query and tensor.dtype not in descales.FP8:
             how = f"cast one of them, {label}.to({like}.dtype)"
+            how += f", or make the cache with rope_dtype={dtype}" if label == "rope" else ""
             found.append(wrong(label, f"dtype {dtype} as in {like}", tensor.dtype, how))
         if tensor is not query and tensor.device != device:
             found += place_problems(label, tensor, device)
