@@ -107,7 +107,7 @@ class Attention(Methods, Declaration):
             operands = own.read(operands)
         if self.latent is not None:
             return variant._of_latent(query, key, value, options, operands)
-        if not options.uk is options.uv is options.form is options.rope is None:
+        if options.form is not None or not options.uk is options.uv is options.rope is None:
             check_no_latent(self, options.uk, options.uv, options.form, options.rope)
         return variant._run(query, key, value, None, options, operands)
 
@@ -222,8 +222,10 @@ class Attention(Methods, Declaration):
 
     def _explain(self, call: Call, options: CallOptions, error: Exception) -> None:
         """Raise WeftError where the call is to blame for the error: torch and Python know no operand's name."""
-        if options.are_ragged and are_jagged(call.query, call.key, call.value):
-            raise lengths_given_twice(str(self.name), options)
+        if are_jagged(call.query, call.key, call.value):
+            if options.are_ragged:
+                raise lengths_given_twice(str(self.name), options)
+            packed(str(self.name), call.query, call.key, call.value)  # says which dimension is ragged
         self._check(call.query, call.key, call.value, call.operands, options.block_table is not None)
         if options.are_ragged:
             checked(str(self.name), call.query, call.key, options)
@@ -255,7 +257,7 @@ class Attention(Methods, Declaration):
         self, query: Tensor, cache: Tensor, value: Tensor | None, options: CallOptions, operands: Mapping[str, Any]
     ) -> Result:  # fmt: skip
         """Latent attention: a step of a decode as it is, all else as latent.py says."""
-        is_plain = value is options.uk is options.uv is options.rope is options.form is None
+        is_plain = options.form is None and value is options.uk is options.uv is options.rope is None
         if is_plain and latent.is_absorbed(self, self._internals, query, cache, options):
             try:  # every step of a decode: what else is wrong with a call fails in it, and is told then
                 return self._run(query, cache, None, None, options, operands)

@@ -49,7 +49,8 @@ def lse_and_shares(lses: Tensor) -> tuple[Tensor, Tensor]:
 def _check(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
     if not isinstance(parts, (list, tuple)) or not parts:
         raise WeftError(f"merge: expected a list of (out, lse), at least one, got {parts!r:.80}")
-    problems = []
+    problems: list[Problem] = []
+    first: Tensor | None = None
     for n, part in enumerate(parts):
         pair = isinstance(part, (list, tuple)) and len(part) == 2 and all(isinstance(t, Tensor) for t in part)
         if not pair:
@@ -57,12 +58,16 @@ def _check(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
             expected = "(out, lse), as a call with return_lse=True gives them"
             problems.append(Problem(operand=f"part {n}", expected=expected, got=got))
             continue
-        (out, lse), (first, _) = part, parts[0]
+        out, lse = part
+        first = out if first is None else first
         if out.shape[:-1] != lse.shape or out.dim() != 4:
             expected = "out [B, Hq, L, Dv] and lse [B, Hq, L]"
             problems.append(Problem(operand=f"part {n}", expected=expected, got=f"{[*out.shape]} and {[*lse.shape]}"))
-        elif isinstance(first, Tensor) and (out.shape, out.device) != (first.shape, first.device):
-            expected = f"out like that of part 0, {[*first.shape]} on {first.device}"
+        elif not (out.is_floating_point() and lse.is_floating_point()) or out.device != lse.device:
+            got = f"{out.dtype} on {out.device} and {lse.dtype} on {lse.device}"
+            problems.append(Problem(operand=f"part {n}", expected="floats on one device", got=got))
+        elif (out.shape, out.device) != (first.shape, first.device):
+            expected = f"out like that of the first part, {[*first.shape]} on {first.device}"
             problems.append(Problem(operand=f"part {n}", expected=expected, got=f"{[*out.shape]} on {out.device}"))
     if problems:
         raise collected("merge", problems)

@@ -48,7 +48,10 @@ def packed(name: str, query: Any, key: Any, value: Any) -> Packed:
                 "[batch, length, heads, dim]"
             )
         elif tensor.lengths() is not None:
-            problems.append(f"{label}: expected a nested tensor without holes, got one with lengths; copy it")
+            problems.append(
+                f"{label}: expected a nested tensor without holes, got one with lengths; copy it, "
+                "x.transpose(1, 2).contiguous().transpose(1, 2)"
+            )
     if problems:
         raise collected(name, problems)
     if key.offsets() is not value.offsets() and key.shape[2] != value.shape[2]:

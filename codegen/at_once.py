@@ -90,10 +90,14 @@ def attend_at_once(
         weights = torch.empty((*queries.shape[:2], kv_len), dtype=mask.dtype, device="cpu")
         weights.view(batch, heads, q_len, kv_len).copy_(mask)
         weights.baddbmm_(queries, keys.mT, alpha=scale)
-        found = (torch.bmm(weights, values), weights) if _to_weights(weights, top, log_sum) else None
+        found = None
+        if _to_weights(weights, top, log_sum):
+            out = weights.new_empty((batch, heads, q_len, values.shape[2]))  # no view: a caller may write to it
+            torch.bmm(weights, values, out=out.view(len(values), -1, values.shape[2]))
+            found = out, weights
     if found is None:
         return None
-    out = found[0].to(query.dtype).view(batch, heads, q_len, -1)
+    out = found[0].to(query.dtype)
     top, log_sum = (x.view(batch, heads, q_len) for x in (top, log_sum))
     return Attended(out, top, log_sum, found[1])
 
@@ -127,7 +131,8 @@ def _attend_in_16_bits(
     wide = torch.empty((min(step, batch) * number // batch, rows, kv_len), dtype=mask.dtype, device="cpu")
     narrow = torch.empty_like(wide, dtype=queries.dtype)
     weights = queries.new_empty((number, rows, kv_len)) if keeps else narrow
-    out = values.new_empty((number, rows, values.shape[2]))
+    out = values.new_empty((batch, heads, q_len, values.shape[2]))
+    out_rows = out.view(number, rows, values.shape[2])
     for first in range(0, batch, step):
         end = min(first + step, batch)
         here = slice(first * number // batch, end * number // batch)
@@ -137,7 +142,7 @@ def _attend_in_16_bits(
         if not _to_weights(scores, *(x[here] for x in statistics)):
             return None
         found = weights[here] if keeps else rounded
-        torch.bmm(found.copy_(scores), values[here], out=out[here])
+        torch.bmm(found.copy_(scores), values[here], out=out_rows[here])
     return out, weights
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -21,6 +22,7 @@ from .tensors import FLOATS, INTS, NO_PAGES, form_problem, known_memory_problems
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # of float32
 LARGEST_OFFSET = INT32_MAX // 2  # of q_offset, in size
+_FIELDS = frozenset(field.name for field in fields(Attention))
 
 
 # -- the variant's own operands ----------------------------------------------------------------------------------------
@@ -52,7 +54,11 @@ def operand_problems(
 def _unknown(name: str, declared: Mapping[str, object]) -> Problem:
     hint, names = option_hint(name), ", ".join(sorted(declared)) or "none"
     close = get_close_matches(name, declared, 1) or get_close_matches(name, CALL_OPTIONS, 1, 0.8)
-    if hint is None and close:
+    if hint is None and name in _FIELDS:
+        hint = f"declare it: weft.Attention({name}=...)"
+    elif hint is None and name in CALL_OPTIONS:
+        hint = "what is called here does not take it"
+    elif hint is None and close:
         hint = f"did you mean {close[0]}?"
     what = f"unknown operand or option; this variant's operands are: {names}"
     return Problem(operand=name, what=what, next_step=hint or "")

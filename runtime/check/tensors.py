@@ -12,7 +12,7 @@ from ...compiler.planning.dtypes import named_by_torch
 from ...ir.attention import Attention
 from ...ir.errors import Problem, UnavailableError, collected, counted
 from .. import descales
-from ..call import BackwardCall, Call, Pages
+from ..call import MAIN, BackwardCall, Call, Pages
 from ..options import OPTIONS
 
 MAX_HEAD_DIM = 256
@@ -46,7 +46,10 @@ def form_problem(label: str, tensor: object) -> Problem | None:
         has_entries = hasattr(tensor, "__len__") and not isinstance(tensor, str)
         return wrong(label, "a tensor", type(tensor).__name__, f"{made} makes one" * has_entries)
     if tensor.is_nested:
-        return wrong(label, "a dense tensor", "a nested one", "pad it, torch.nested.to_padded_tensor(x, 0.0)")
+        how = "pad it, torch.nested.to_padded_tensor(x, 0.0)"
+        if label in MAIN:
+            how += ", and give q_lens= and kv_lens=; or let query, key and value all have layout=torch.jagged"
+        return wrong(label, "a dense tensor", "a nested one", how)
     if tensor.is_quantized:
         return wrong(label, "a tensor of floats", f"a quantized one ({tensor.dtype})", "call x.dequantize()")
     if tensor.layout != torch.strided:
@@ -70,7 +73,8 @@ def length_problems(label: str, length: int) -> list[Problem]:
 def width_problems(label: str, width: int, noun: str = "dim ") -> list[Problem]:
     if 0 < width <= MAX_HEAD_DIM:
         return []
-    return [wrong(label, f"{noun}1 to {MAX_HEAD_DIM}", width, "wider heads are for latent attention")]
+    how = "wider heads are for latent attention" if width > 0 else ""
+    return [wrong(label, f"{noun}1 to {MAX_HEAD_DIM}", width, how)]
 
 
 def rank_problems(named: Mapping[str, object]) -> list[Problem]:
@@ -104,6 +108,7 @@ def kind_problems(named: Mapping[str, Tensor]) -> list[Problem]:
     for label, tensor in named.items():
         if tensor.dtype != dtype and tensor is not query and tensor.dtype not in descales.FP8:
             how = f"cast one of them, {label}.to({like}.dtype)"
+            how += f", or make the cache with rope_dtype={dtype}" if label == "rope" else ""
             found.append(wrong(label, f"dtype {dtype} as in {like}", tensor.dtype, how))
         if tensor is not query and tensor.device != device:
             found += place_problems(label, tensor, device)
@@ -194,6 +199,8 @@ def _shape_problems(query: Tensor, key: Tensor, value: Tensor, paged: bool, long
 
 
 def _heads_problem(heads: int, kv_heads: int, paged: bool) -> Problem:
+    if not heads or not kv_heads:
+        return wrong("key" if heads else "query", "at least 1 head", 0)
     rows = (
         "pools are [blocks, heads, page, dim]: pass x.transpose(1, 2) of [blocks, page, heads, dim] pools" if paged
         else "dimensions are [batch, heads, length, dim]: pass x.transpose(1, 2) of [batch, length, heads, dim] tensors"

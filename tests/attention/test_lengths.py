@@ -536,8 +536,18 @@ def test_nested_tensors_that_do_not_serve():
         CAUSAL(query, query.transpose(1, 2), query)
     with pytest.raises(weft.WeftError, match=r"value: expected the lengths of key, made from the same offsets"):
         CAUSAL(query, query, jagged(2, 16, others, 1)[0])
-    with pytest.raises(weft.WeftError, match=r"query: expected a dense tensor, got a nested one; pad it"):
+    with pytest.raises(
+        weft.WeftError, match=r"query: expected a dense tensor, got a nested one; pad it, .* and give q"
+    ):
         CAUSAL(query, torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16))
+    turned = query.transpose(1, 2)
+    with pytest.raises(weft.WeftError, match=r"query: expected a nested .* dimension 1 ragged; pass x.transpose"):
+        CAUSAL(turned, turned, turned)
+    holes = torch.nested.narrow(
+        torch.randn(2, 8, 2, 16), 1, torch.tensor([0, 0]), starts[1:] - starts[:-1] - 2, layout=torch.jagged
+    )
+    with pytest.raises(weft.WeftError, match=r"value: .* without holes, .* copy it, x.transpose.1, 2..contiguous"):
+        CAUSAL(*[holes.transpose(1, 2)] * 3)
 
 
 @pytest.mark.parametrize("q_offset", [None, 2])

@@ -41,6 +41,9 @@ def qkv(heads=4, kv_heads=2, q_len=8, kv_len=8, dim=16, value_dim=16, batch=2, d
         (lambda q, k, v: (q.int(), k.int(), v.int()), r"query: expected bfloat16, float16 or float32, got torch.int32"),
         (lambda q, k, v: (q.mT.contiguous().mT, k, v), r"query: expected a contiguous last dimension, got strides"),
         (lambda q, k, v: (q.repeat(1, 1, 1, 17), k.repeat(1, 1, 1, 17), v), r"query: expected dim 1 to 256, got 272"),
+        (lambda q, k, v: (q, k, v[..., :0]), r"value: expected dim 1 to 256, got 0$"),
+        (lambda q, k, v: (q[:, :0], k, v), r"query: expected at least 1 head, got 0"),
+        (lambda q, k, v: (q, k[:, :0], v[:, :0]), r"key: expected at least 1 head, got 0"),
         (lambda q, k, v: (q, k, None), r"value: missing; call it with query, key and value"),
     ],
 )  # fmt: skip

@@ -85,9 +85,16 @@ def test_nan_and_large_numbers_stay() -> None:
         (torch.ones(2), r"merge: expected a list of \(out, lse\)"),
         ([torch.ones(1)], r"part 0: expected \(out, lse\), as a call with return_lse=True gives them, got Tensor"),
         ([(torch.ones(1, 1, 2, 3), torch.ones(1, 2))], r"part 0: expected out \[B, Hq, L, Dv\] and lse \[B, Hq, L\]"),
+        ([1, (torch.ones(1, 1, 2, 3), torch.ones(1, 1, 2))], r"part 0: expected \(out, lse\), .* got int"),
+        ([(torch.ones(1, 1, 2, 3), torch.ones(1, 1, 2)), (1, 2, 3)], r"part 1: expected .* got int, int, int"),
+        (
+            [(torch.ones(1, 1, 2, 3), torch.ones(1, 1, 2, device="meta"))],
+            "part 0: expected floats on one device, got torch.float32 on cpu and torch.float32 on meta",
+        ),
+        ([(torch.ones(1, 1, 2, 3).int(), torch.ones(1, 1, 2))], "part 0: expected floats on one device, got torch.int"),
         (
             [(torch.ones(1, 1, n, 3), torch.ones(1, 1, n)) for n in (2, 4)],
-            r"part 1: expected out like that of part 0, \[1, 1, 2, 3\] on cpu, got \[1, 1, 4, 3\] on cpu",
+            r"part 1: expected out like that of the first part, \[1, 1, 2, 3\] on cpu, got \[1, 1, 4, 3\] on cpu",
         ),
     ],
 )

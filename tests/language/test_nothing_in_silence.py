@@ -38,6 +38,8 @@ def qkv() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     [
         (LOCAL, {"windw": 3}, "local: windw: unknown operand or option; .*: cap, window; did you mean window?"),
         (CAUSAL, {"is_causal": True}, r"causal: is_causal: unknown operand or option; .* declare it: weft.Attention"),
+        (LOCAL, {"path": "x.png"}, "local: path: unknown operand .*; what is called here does not take it$"),
+        (LOCAL, {"normalizer": "relu"}, "local: normalizer: unknown .*; declare it: weft.Attention.normalizer=...."),
         (LOCAL, {"window": 3.5}, "local: window: expected an int, got 3.5"),
         (LOCAL, {"window": True}, "local: window: expected an int, got True"),
         (LOCAL, {"window": 2**70}, "local: window: integer overflow"),
