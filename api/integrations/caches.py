@@ -31,8 +31,8 @@ def fp8_cache(config: Any, dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
     if dtype not in FP8:
         raise WeftError(f"fp8_cache: dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got {dtype!r}")
     if getattr(config, "kv_lora_rank", None):
-        raise UnavailableError("fp8_cache: a model with kv_lora_rank computes with the rows of its cache; use the model's "
-                               "own cache")  # fmt: skip
+        raise UnavailableError("fp8_cache: a model with kv_lora_rank computes with the rows of its cache; use the "
+                               "model's own cache")  # fmt: skip
     made = importlib.import_module("transformers").DynamicCache(config=config)
     if not made.layers:
         raise WeftError("fp8_cache: config: expected the config of a model, model.config, got one without layers")
