@@ -45,6 +45,7 @@ from .runtime.check.operands import (
 from .runtime.check.sequences import checked, given_sequences
 from .runtime.check.tensors import check_latent, main_problems
 from .runtime.check.values import check_offsets
+from .runtime.descales import FP8, refuse_bare
 from .runtime.ops import dispatch
 from .runtime.options import DEFINED, PLAIN, CallOptions, Form, doc_of, signature_of
 from .runtime.run.variant import Variant
@@ -190,6 +191,8 @@ class Attention(Methods, Declaration):
         choices = choices_of(target, schedule, options.deterministic, out_name)
         call = Call(query, key, value, rope, given, sequences, choices, head_dim or query.shape[3], read)
         try:
+            if key.dtype in FP8:
+                refuse_bare(str(self.name), key, options)
             out, lse = dispatch.run(own.variant, call, options.return_lse)
         except WeftError:
             raise

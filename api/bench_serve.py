@@ -41,6 +41,7 @@ class Load:
     graphs: bool = False  # decode by CUDA graphs
     mixed: bool = False  # prompts and single tokens in one packed step
     inner: int | None = None  # width of the gated networks; four times that of the model where None
+    cache_dtype: torch.dtype | None = None  # of the cache; that of the model where None
 
     @property
     def pages(self) -> int:
@@ -99,8 +100,8 @@ def measure(
     model: Model = random_decoder(load, variant, operands, device, dtype)
     blocks = load.most * load.pages if load.blocks is None else load.blocks
     cache = PagedCache(
-        blocks, layers=load.layers, kv_heads=load.kv_heads, head_dim=load.head_dim, page=load.page, dtype=dtype,
-        device=device,
+        blocks, layers=load.layers, kv_heads=load.kv_heads, head_dim=load.head_dim, page=load.page,
+        dtype=load.cache_dtype or dtype, device=device,
     )  # fmt: skip
     if load.graphs:
         model = Graphed(model, cache)

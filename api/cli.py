@@ -34,7 +34,7 @@ from .cli_options import (
     variant_of,
 )
 from .codegen.targets import target_named, targets
-from .compiler.planning.dtypes import ON_GPUS
+from .compiler.planning.dtypes import EIGHTHS, ON_GPUS
 from .compiler.planning.kernel import Algorithm
 from .compiler.planning.machines import hardware
 from .compiler.planning.machines.rates import rates_in_words
@@ -338,6 +338,7 @@ def _range(ctx: click.Context, option: click.Parameter, text: str) -> tuple[int,
 @click.option("--head-dim", type=click.IntRange(2, MAX_HEAD_DIM), default=32, show_default=True)
 @click.option("--vocabulary", type=click.IntRange(2), default=1000, show_default=True)
 @click.option("--dtype", type=click.Choice(ON_GPUS), help="bf16 on a GPU, fp32 on a CPU if not given.")
+@click.option("--cache-dtype", type=click.Choice(sorted(EIGHTHS)), help="Of an FP8 cache; --dtype if not given.")
 @click.option("--on", type=click.Choice(["cpu", "cuda"]), help="The GPU, where there is one, if not given.")
 @click.option("--graphs/--no-graphs", default=None, help="Decode by CUDA graphs; on a GPU if not given.")
 @click.option("--mixed", is_flag=True, help="Prompts and single tokens in one packed step.")
@@ -348,6 +349,7 @@ def bench_serve(
     /,
     on: str | None,
     dtype: str | None,
+    cache_dtype: str | None,
     prompt_len: tuple[int, int],
     graphs: bool | None,
     **load: Any,
@@ -370,7 +372,10 @@ def bench_serve(
         raise WeftError("--on: expected cpu, as torch can use no GPU here, got cuda")
     on_gpu = device.type == "cuda"
     kind = TORCH_DTYPES[dtype or ("bf16" if on_gpu else "fp32")]
-    made = Load(prompts=prompt_len, graphs=on_gpu if graphs is None else graphs, **load)
+    made = Load(
+        prompts=prompt_len, graphs=on_gpu if graphs is None else graphs,
+        cache_dtype=None if cache_dtype is None else TORCH_DTYPES[cache_dtype], **load,
+    )  # fmt: skip
     values = values_of(variant, given, made.ranges, device, kind, made.seed)
     check_all_given(variant, values)
     with _counted("serving", load["requests"]) as advance:

@@ -109,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--new", type=int, default=80, help="characters to write for each")
     parser.add_argument("--blocks", type=int, default=40, help="of 16 characters: the cache")
+    parser.add_argument("--cache-dtype", default="float32", choices=["float32", "float8_e4m3fn", "float8_e5m2"])
     parser.add_argument("--mixed", action="store_true", help="prompts and single tokens in one packed step")
     given = parser.parse_args(arguments)
 
@@ -120,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = model.config
     cache = PagedCache(
         given.blocks, layers=config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, page=16,
-        dtype=torch.float32, device=device,
+        dtype=getattr(torch, given.cache_dtype), device=device,
     )  # fmt: skip
     server = Server(Served(model), cache, most=8, chunk=256, mixed=given.mixed)
     prompts = [START + QUESTIONS[n % len(QUESTIONS)] for n in range(given.requests)]

@@ -43,6 +43,16 @@ def read_by_kernels(name: str, main: Main, options: CallOptions, pooled: bool) -
     return {OF[operand]: _canonical(operand, main[operand], descale) for operand, descale in given.items()}  # type: ignore[arg-type]
 
 
+OF_CACHE = "_weft_of_cache"  # an attribute of what a cache of FP8 gives: it has descales beside it
+
+
+def refuse_bare(name: str, key: Tensor, options: CallOptions) -> None:
+    """Raise WeftError for keys of a cache whose descales are left behind."""
+    if options.k_descale is None and getattr(key, OF_CACHE, False):
+        what = "missing, and the cache that the key comes from has some; pass **step.options_of(layer)"
+        raise collected(name, [f"k_descale: {what}"])
+
+
 def out_name(options: CallOptions) -> str | None:
     """The dtype of the output as `Choices` has it; None where the call names none."""
     return None if options.out_dtype is None else DTYPES[options.out_dtype]

@@ -25,11 +25,13 @@ from ..ir.expr import Expr, TensorOperand, symbol
 from ..ir.parse import parse
 from ..ir.versions import missing, refuse, warn_where_untested
 from . import rules
+from .caches import descales_of
+from .caches import fp8_cache as fp8_cache
 from .masking import NAME, Mask, Rule, tensor_of, written
 from .rules import knows_floats_alone, operand_of, placed
 from .traced import at_positions, kind_of
 
-__all__ = ["register", "variants"]
+__all__ = ["fp8_cache", "register", "variants"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -147,6 +149,7 @@ def attention(
     for name, reason in REFUSED.items():
         if options.get(name) is not None and options[name] is not False:
             raise UnavailableError(f'{NAME}: {name}: {reason}; load the model with attn_implementation="eager"')
+    descales = descales_of(key, value)
     query, key, value = (readable(given) for given in (query, key, value))
     if isinstance(scaling, Tensor):
         query, scaling = query * scaling, 1.0
@@ -168,7 +171,7 @@ def attention(
         if isinstance(given, Tensor)
     }
     operands: dict[str, Any] = {}
-    call: dict[str, Any] = {"deterministic": True if deterministic else None}
+    call: dict[str, Any] = {"deterministic": True if deterministic else None, **descales}
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None and not rule.tensors:
         text = inside_sequences(rule, pairs)
         call |= {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_kv": cu_seq_lens_k}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ir.errors import WeftError, counted
+from ..runtime.descales import OF_CACHE
 from ..runtime.ops.append import append_rows
 
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ class Step:
     def keys(self, layer: int = 0) -> Tensor:
         """The key operand of a call over these sequences: the pool of a layer, or rows [B, Hkv, capacity, D] of it."""
         pool = self.cache.keys(layer)
-        return pool if self._rows is None else pool[self._rows]
+        found = pool if self._rows is None else pool[self._rows]
+        if self.cache.scales is not None and not torch.compiler.is_compiling():
+            setattr(found, OF_CACHE, True)
+        return found
 
     def values(self, layer: int = 0) -> Tensor:
         """The value operand, likewise."""

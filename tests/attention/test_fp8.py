@@ -251,6 +251,7 @@ def test_calls_under_torch_compile_and_by_the_op() -> None:
         (torch.tensor([1.0, 0.0]), "k_descale: expected positive numbers, got 0.0"),
         (torch.tensor([1.0, math.nan]), "k_descale: expected positive numbers, got nan"),
         (torch.tensor([1.0, -2.0]), "k_descale: expected positive numbers, got -2.0"),
+        (torch.ones(2, device="meta"), "k_descale: expected float32 on cpu, got torch.float32 on meta"),
         (torch.ones(2, requires_grad=True), "k_descale: a descale has no gradient; pass k_descale.detach()"),
     ],
 )
@@ -302,6 +303,27 @@ def test_autocast_leaves_fp8_alone() -> None:
     (query, key, value), options = operands("cpu")
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(CAUSAL(query.float(), key, value, **options), CAUSAL(query, key, value, **options))
+
+
+@pytest.mark.parametrize("kind", ["paged", "dense"])
+def test_keys_of_a_cache_without_its_descales_are_refused(kind: str) -> None:
+    given = {"kv_heads": 2, "head_dim": 16, "dtype": E4M3}
+    cache = weft.kv.PagedCache(8, **given) if kind == "paged" else weft.kv.DenseCache(2, 32, **given)
+    sequence, rows = cache.allocate(), torch.randn(2, 1, 2, 5, 16)
+    step = cache.append([sequence], *rows)
+    lengths = {n: value for n, value in step.options.items() if n not in ("k_descale", "v_descale")}
+    query = torch.randn(1, 4, 5, 16)
+    with pytest.raises(weft.WeftError, match=r"k_descale: missing, and the cache .* pass \*\*step.options_of\(layer\)"):
+        CAUSAL(query, step.keys(), step.values(), **lengths)
+    CAUSAL(query, step.keys(), step.values(), **step.options)
+
+
+def test_a_plan_says_who_computes_fp8_and_who_cannot() -> None:
+    (query, key, value), options = operands("cpu", dim=64, value_dim=64)
+    text = CAUSAL.explain(query, key, value, device="h100", **options)
+    assert "target triton" in text and "hopper" in text and "FP8" in text
+    with pytest.raises(weft.UnavailableError, match="has e4m3 from compute capability 8.9 on, this is sm_80; quantise"):
+        CAUSAL.explain(query, key, value, device="a100", **options)
 
 
 # -- quantising --------------------------------------------------------------------------------------------------------
@@ -535,6 +557,20 @@ def test_a_descale_that_is_given_alone_holds_and_only_rows_that_stay_decide_the_
     another.append(0, ones, ones)
     another.cancel()  # the first sequence has rows that this descale is of
     assert cache.view([sequence]).options_of(0)["v_descale"].item() == pytest.approx(16 / 448)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("scale", ["token", "head"])
+def test_what_is_appended_saturates_and_nan_stays(scale: str, target: str) -> None:
+    own = {"k_descale": 1.0, "v_descale": 1.0} if scale == "head" else {}
+    cache = weft.kv.PagedCache(4, kv_heads=1, head_dim=16, dtype=E4M3, scale=scale, **own)
+    row = torch.zeros(1, 1, 1, 16).half()
+    row[..., :4] = torch.tensor([math.nan, math.inf, -1000.0, 2.0])
+    with weft.settings(target=target):
+        cache.append([cache.allocate()], row, row)
+    stored = cache.keys()[0, 0, 0].float()
+    assert stored[0].isnan() and stored[1:3].tolist() == [448.0, -448.0]
+    assert stored[3].item() == (2.0 if scale == "head" else pytest.approx(448 * 2 / 1000, rel=0.07))
 
 
 @pytest.mark.parametrize("scale", ["token", "head"])

@@ -87,13 +87,13 @@ class Kernel:
 
     def product_loops(self) -> list[list[str]]:
         """The innermost loops that multiply matrices with wgmma, each the text of its instructions."""
-        return [loop for loop in self._inner_loops() if count_opcode("HGMMA", loop)]
+        return [loop for loop in self.inner_loops() if count_opcode("HGMMA", loop)]
 
     def spills_in_loops(self) -> int:
         """Loads and stores of spilled registers in those loops, which is where a spill costs time."""
         return sum(count_opcode("(?:LDL|STL)", loop) for loop in self.product_loops())
 
-    def _inner_loops(self) -> list[list[str]]:
+    def inner_loops(self) -> list[list[str]]:
         """The instructions between a branch backwards and its goal, where no other such branch is among them."""
         jumps = [(int(m[1], 16), at) for at, text in self.sass if (m := re.search(r"\bBRA.* 0x([0-9a-f]+)", text))]
         loops = [(first, last) for first, last in jumps if first < last]

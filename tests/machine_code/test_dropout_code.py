@@ -92,7 +92,7 @@ def test_hardly_anything_is_spilled_in_loops(variant: weft.Attention, width: int
 
 def drawing_loops(kernel: Kernel) -> list[list[str]]:
     """Of the drawers, one for 32 queries of a tile: loops of counters without matrix products."""
-    loops = [loop for loop in kernel._inner_loops() if not count_opcode("HGMMA", loop)]
+    loops = [loop for loop in kernel.inner_loops() if not count_opcode("HGMMA", loop)]
     return [loop for loop in loops if count_opcode(r"IMAD\.WIDE", loop) >= 2 * (ROUNDS - 2)]
 
 

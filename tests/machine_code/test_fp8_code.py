@@ -84,6 +84,14 @@ def test_a_pair_of_an_fp8_cache_is_converted_by_one_instruction(sequences: str, 
     assert split.spilled <= 64  # outside of the loops
 
 
+@pytest.mark.parametrize("sequences", ["lengths", "paged"])
+def test_descales_of_rows_are_copied_ahead_and_not_loaded_one_by_one(sequences: str) -> None:
+    """A thread that has all 64 of a tile, to find the largest, took three times as long as copies of a page did."""
+    split = compiled(schedule="split_kv", q_len=1, sequences=sequences, per="token")["split_forward"]
+    loops = [loop for loop in split.inner_loops() if ahead.count_opcode("HMMA", loop)]
+    assert loops and max(ahead.count_opcode(r"LDG\.", loop) for loop in loops) <= 2  # numbers of blocks
+
+
 @pytest.mark.parametrize(("widths", "dtypes", "sequences", "q_len", "schedule"), [
     ((64, 16), (torch.bfloat16, E4M3, E4M3), "dense", 256, None),
     ((128, 128), (E4M3, E4M3, E4M3), "dense", 256, None),
@@ -111,7 +119,7 @@ def test_rotary_columns_of_a_latent_cache_stay_in_bf16(sequences: str, q_len: in
     given = {"schedule": "split_kv" if q_len == 1 else None, "sequences": sequences, "q_len": q_len, "per": per}
     found = compiled((torch.bfloat16, E4M3, E4M3), width=512, variant=mla, rope=64, **given)
     (own,) = (kernel for name, kernel in found.items() if name in ("flash_forward", "split_forward"))
-    assert own.count(r"cvt\.rn\.f16x2\.e4m3x2") > 0
+    assert own.count(r"cvt\.rn\.f16x2\.e4m3x2") > 0 and own.spilled <= 64  # outside of the loops
     assert own.count(r"mma\.sync[\w.]*\.bf16\.bf16\.f32") > 0 < own.count(r"mma\.sync[\w.]*\.f16\.f16\.f32")
 
 

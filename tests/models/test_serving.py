@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from click.testing import CliRunner
 
 import weft
 from weft import kv_pos, nn, q_pos
-from weft.bench_serve import percentiles
+from weft.bench_serve import Load, percentiles, random_decoder
 from weft.cli import main
 from weft.kv import DenseCache, OutOfBlocksError, PagedCache
 from weft.serving import Graphed, Server
@@ -228,6 +230,17 @@ def test_the_benchmark_says_what_was_done():
 
 
 @pytest.mark.parametrize("mixed", [[], ["--mixed"]])
+def test_the_benchmark_serves_from_a_cache_of_fp8(mixed):
+    """A row of float32 has 4 bytes a number, one of FP8 one byte, and 4 for its descale."""
+    sizes = []
+    for dtype in ([], ["--cache-dtype", "e4m3"]):
+        result = CliRunner().invoke(main, [*SMALL, *mixed, *dtype, "--blocks", "4096"])
+        assert result.exit_code == 0 and "requests   5 in " in result.output, result.output
+        sizes.append(float(re.search(r", ([\d.]+) MiB", result.output)[1]))
+    assert sizes == [16.0, 5.0]  # of 65,536 rows: 2 layers, keys and values, 16 columns of 4 bytes; of 16 + 4
+
+
+@pytest.mark.parametrize("mixed", [[], ["--mixed"]])
 def test_the_benchmark_draws_tensors(mixed):
     biased = ["--score", "score + t[batch, head, kv_pos] + near[abs(q_pos - kv_pos)]", "--mask", "kv_pos <= q_pos"]
     given = ["--tensor", "t:3", "--tensor", "near:1", "--set", "t=random", "--set", "near=random"]
@@ -357,3 +370,25 @@ def test_prompts_of_one_salt_wait_for_each_other():
         server.submit(list(range(13)), 2, salt=salt)
     server.run()
     assert server.totals.reused_tokens == 12
+
+
+@torch.no_grad()
+def test_a_small_model_writes_from_fp8_what_it_writes_from_bf16():
+    """Logits are near, and a token differs only where two were nearly as likely."""
+    load = Load(1, (24, 24), 0, 12, 1, 512, None, 16, 2, 4, 2, 32, 50, seed=3)
+    model = random_decoder(load, CAUSAL, {}, torch.device("cpu"), torch.bfloat16)
+    prompt = torch.randint(50, (4, 24), generator=torch.Generator().manual_seed(1))
+    found = {}
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        cache = PagedCache(16, layers=2, kv_heads=2, head_dim=32, dtype=dtype)
+        sequences, tokens = [cache.allocate() for _ in prompt], prompt
+        found[dtype] = []
+        for _ in range(12):
+            with cache.extend(sequences, [tokens.shape[1]] * 4) as step:
+                found[dtype].append(model(tokens, step, step.last).float())
+            tokens = found[torch.bfloat16][len(found[dtype]) - 1].argmax(-1, keepdim=True)  # both read the same text
+    plain, ours = (torch.stack(found[dtype]) for dtype in found)
+    assert 0 < (ours - plain).norm() < 0.05 * plain.norm()
+    best = plain.topk(2).values
+    sure = best[..., 0] - best[..., 1] > 2 * (ours - plain).abs().amax(-1)
+    assert sure.float().mean() > 0.5 and (ours.argmax(-1) == plain.argmax(-1))[sure].all()

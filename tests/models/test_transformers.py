@@ -304,3 +304,55 @@ def test_a_decoder_trains_in_the_interpreter() -> None:
     eager, ours = decoder("Gemma2")
     with weft.settings(target="interpret"):
         same(eager, ours, padding("left"), input_ids=tokens(2, 15), attention_mask=padding("left"))
+
+
+# -- caches of FP8 -----------------------------------------------------------------------------------------------------
+def written(model: Any, tokens: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+    """New tokens [B, 8] of a greedy search, and their logits [8, B, vocabulary]."""
+    found = model.generate(
+        tokens, max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True, **more
+    )
+    return found.sequences[:, tokens.shape[1] :], torch.stack(found.logits)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3", "GptOss", "Qwen3"])
+def test_a_cache_of_fp8_changes_logits_little(name: str) -> None:
+    _, model = decoder(name)
+    tokens = torch.randint(1, 96, (2, 11), generator=torch.Generator().manual_seed(3))
+    cache = weft.integrations.transformers.fp8_cache(model.config)
+    plain, expected = written(model, tokens)
+    new, logits = written(model, tokens, **{CACHE: cache})
+    assert all(layer.keys.dtype is torch.uint8 for layer in cache.layers)
+    error = (logits[0] - expected[0]).norm() / expected[0].norm()
+    assert 0 < error < 0.1
+    for at in range(8):  # the first token that differs was hardly likelier than the other
+        best = expected[at].topk(2).values
+        sure = best[:, 0] - best[:, 1] > 2 * (logits[at] - expected[at]).abs().amax(-1)
+        alike = (new[:, :at] == plain[:, :at]).all(-1)
+        assert (new[:, at] == plain[:, at])[sure & alike].all()
+
+
+def test_rows_of_a_cache_of_fp8_keep_their_descales_where_it_is_cropped_and_reordered() -> None:
+    from weft.integrations.caches import packed, unpacked
+
+    rows = torch.randn(3, 2, 5, 21) * torch.logspace(-3, 3, 5)[:, None]
+    data = unpacked(packed(rows, torch.float8_e5m2), 21, torch.float8_e5m2)
+    again = unpacked(packed(rows, torch.float8_e5m2)[[2, 0]][..., :-2, :], 21, torch.float8_e5m2)
+    for kept, of in ((data, rows), (again, rows[[2, 0], :, :3])):
+        real = weft.fp8.dequantize(weft.fp8.Quantized(kept, kept._weft_descale))
+        assert (real - of).norm() < 0.08 * of.norm()
+
+
+def test_caches_of_fp8_that_cannot_be() -> None:
+    _, model = decoder("Llama")
+    made = weft.integrations.transformers.fp8_cache
+    with pytest.raises(WeftError, match="fp8_cache: dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got"):
+        made(model.config, torch.float16)
+    config = transformers.LlamaConfig(num_hidden_layers=2, layer_types=["full_attention", "linear_attention"])
+    with pytest.raises(UnavailableError, match="fp8_cache: LinearAttentionLayer: not to be had in FP8"):
+        made(config)
+    with pytest.raises(UnavailableError, match="fp8_cache: a model with kv_lora_rank computes with"):
+        made(decoder("DeepseekV3")[1].config)
+    query, key = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 5, 16).to(torch.float8_e4m3fn)
+    with pytest.raises(WeftError, match="key: got torch.float8_e4m3fn without the descales of fp8_cache"):
+        attention(torch.nn.Module(), query, key, key, None)

@@ -195,6 +195,13 @@ def test_the_server_answers_as_the_model_does_alone(more: list[str], capsys: pyt
     assert swapped is not None and int(swapped[1]) >= 4 * 64 and int(swapped[2]) > 0
 
 
+def test_the_server_answers_from_a_cache_of_fp8(capsys: pytest.CaptureFixture[str]) -> None:
+    load("server").main(["--steps=2", "--requests=2", "--new=8", "--cache-dtype=float8_e4m3fn"])
+    output = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"without a cache, too: \d of 2", output)
+    assert "40 blocks of 16 used" in output and "0.4 MiB" in output  # a quarter of float32's 1.2, and descales
+
+
 def test_caches_of_fp8_lose_little(capsys: pytest.CaptureFixture[str]) -> None:
     load("serve_fp8").main(["--steps=5", "--length=32"])
     output = " ".join(capsys.readouterr().out.split())

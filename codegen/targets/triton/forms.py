@@ -69,6 +69,7 @@ class Tiling(Form):
 # wrong results for large tiles on sm_90 (two asynchronous products in a row whose right operands come from registers);
 # tiles of 32 rows use plain mma.
 UNALIGNED = Tiling(32, 32, 4, 2)
+UNALIGNED_WIDE = Tiling(32, 32, 8, 2)  # of values with more than 256 columns, whose sums fill the registers of 4 warps
 
 
 def check_tiling(kernel: str, tiling: Tiling) -> None:

@@ -33,7 +33,7 @@ from ...loader import load
 from ...normalizers import lacks, softmax_only
 from .context import records_of
 from .features import QUANTIZED
-from .forms import UNALIGNED, Tiling, check_tiling
+from .forms import UNALIGNED, UNALIGNED_WIDE, Tiling, check_tiling
 from .kernels.backward import FLASH_DKEY_DVALUE, FLASH_DQUERY, ROW_STATISTICS
 from .kernels.forward import FLASH_FORWARD
 from .kernels.measures import with_measuring
@@ -211,9 +211,9 @@ class TritonTarget:
         found = self._forms(kernel, signature, hardware, facts)
         if not converts_beside_wgmma(kernel, signature):
             return found
-        rows = UNALIGNED.block_q
+        rows, wide = UNALIGNED.block_q, [UNALIGNED_WIDE] if signature.widths.value_dim > 256 else []
         few = (t if t.block_q <= rows else Tiling(rows, t.block_kv, UNALIGNED.num_warps, t.num_stages) for t in found)
-        return [*dict.fromkeys(few)]
+        return [*dict.fromkeys([*wide, *few])]
 
     def _forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Tiling]:
         widths = signature.widths
