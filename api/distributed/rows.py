@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 Run = tuple[int, int]  # first row, and the one behind the last
 Runs = tuple[Run, ...]  # not empty, apart from each other, in order
+MOST_CHUNKS = 1 << 11  # of a sequence: a plan of more takes the host minutes
 
 
 def joined(runs: Iterable[Run]) -> Runs:
@@ -73,12 +75,14 @@ class Deal:
 
     def rows(self, rank: int) -> Runs:
         """Those that a rank owns. It has them in this order."""
-        ends = (
-            (min(n * self.chunk, self.length), min((n + 1) * self.chunk, self.length))
-            for n, owner in enumerate(self.owners)
-            if owner == rank
-        )
-        return joined(ends)
+        return self._of_ranks[rank]
+
+    @cached_property
+    def _of_ranks(self) -> list[Runs]:
+        runs: list[list[Run]] = [[] for _ in range(self.ranks)]
+        for n, owner in enumerate(self.owners):
+            runs[owner].append((min(n * self.chunk, self.length), min((n + 1) * self.chunk, self.length)))
+        return [joined(own) for own in runs]
 
 
 def chunk_of(length: int, number: int, multiple: int = 1) -> int:
@@ -105,8 +109,8 @@ def zigzag(length: int, ranks: int) -> Deal:
 
 
 def striped(length: int, ranks: int, stripes: int = 16) -> Deal:
-    """Chunks in turn, up to this many for each rank."""
-    number = ranks * max(1, min(stripes, -(-length // ranks)))
+    """Chunks in turn, up to this many for each rank, fewer where there are many ranks."""
+    number = ranks * max(1, min(stripes, MOST_CHUNKS // ranks, -(-length // ranks)))
     return Deal(length, chunk_of(length, number), tuple(n % ranks for n in range(number)), ranks)
 
 

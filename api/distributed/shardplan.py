@@ -353,10 +353,10 @@ class _Maker:
     starts: tuple[int, ...] | None
 
     def best(self, strategy: str, balance: str) -> ShardPlan:
-        """The one that is predicted to be fastest; of those within 1 %, the first."""
+        """The one that is predicted to be fastest; of those within 3 %, the first."""
         tried = list(self._candidates(strategy, balance))
         least = min(p.predicted.seconds for p in tried)
-        found = next(p for p in tried if p.predicted.seconds <= 1.01 * least)
+        found = next(p for p in tried if p.predicted.seconds <= 1.03 * least)
         return replace(found, others=self._others(tried, found))
 
     @staticmethod
@@ -391,7 +391,7 @@ class _Maker:
     def _deal(self, balance: str) -> Deal:
         length, ranks = self.sizes.q_len, self.ranks
         if balance == "pairs":
-            number = ranks * max(1, min(_CHUNKS, length // ranks))
+            number = ranks * max(1, min(_CHUNKS, rows.MOST_CHUNKS // ranks, length // ranks))
             size = rows.chunk_of(length, number)
             ends = [(min(length, n * size), min(length, (n + 1) * size)) for n in range(number)]
             return rows.by_pairs(length, ranks, [self._pairs(run) for run in ends])

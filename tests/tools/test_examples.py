@@ -32,7 +32,8 @@ def test_every_example_is_tested_here() -> None:
     assert with_main == {
         "quickstart", "custom_score", "differential", "dropout", "latent", "packed_documents", "ragged_batch", "sinks",
         "t5_bias", "transformers_train", "transformers_generate", "block_sparse",
-        "demo", "server", "serve_fp8", "cross_attention", "moba", "multi_token", "multihead", "nsa", "transformer_xl",
+        "demo", "server", "serve_fp8", "cross_attention", "long_context", "moba", "multi_token", "multihead", "nsa",
+        "transformer_xl",
     }  # fmt: skip
 
 
@@ -193,6 +194,13 @@ def test_the_server_answers_as_the_model_does_alone(more: list[str], capsys: pyt
     assert "answers that the model gives alone, without a cache, too: 5 of 5" in output
     swapped = re.search(r"(\d+) more shared; .* (\d+) swapped out", output)
     assert swapped is not None and int(swapped[1]) >= 4 * 64 and int(swapped[2]) > 0
+
+
+def test_a_long_context_over_two_processes(capfd: pytest.CaptureFixture[str]) -> None:
+    load("long_context").main(["--length=256", "--near=32", "--heads=2", "--kv-heads=1", "--head-dim=16"])
+    output = capfd.readouterr().out
+    assert re.search(r"256 tokens over 2 ranks: forward and backward [\d.,]+ ms", output), output
+    assert "streaming over 2 ranks" in output and "stands on  the values of first, window" in output
 
 
 def test_caches_of_fp8_lose_little(capsys: pytest.CaptureFixture[str]) -> None:
