@@ -45,6 +45,17 @@ def common(some: Runs, others: Runs) -> Runs:
     return tuple(found)
 
 
+def without(some: Runs, others: Runs) -> Runs:
+    """Rows that are in the first and not in the second.
+
+    >>> without(((0, 4), (8, 12)), ((2, 9),))
+    ((0, 2), (9, 12))
+    """
+    end = max((run[1] for run in (*some, *others)), default=0)
+    edges = [0, *(edge for run in others for edge in run), end]
+    return common(some, joined(zip(edges[::2], edges[1::2])))
+
+
 def count(runs: Runs) -> int:
     """How many rows."""
     return sum(end - first for first, end in runs)
@@ -76,6 +87,10 @@ class Deal:
     def rows(self, rank: int) -> Runs:
         """Those that a rank owns. It has them in this order."""
         return self._of_ranks[rank]
+
+    def owners_of(self, run: Run) -> tuple[int, ...]:
+        """The owner of each chunk that has rows of a run."""
+        return self.owners[run[0] // self.chunk : -(-run[1] // self.chunk)]
 
     @cached_property
     def _of_ranks(self) -> list[Runs]:

@@ -18,7 +18,7 @@ from ..ir.attention import Attention
 from ..ir.errors import Problem, UnavailableError, WeftError, counted, shown
 from ..ir.numbers import is_int
 from . import rows
-from .rows import Deal, Run, Runs, common, count, joined
+from .rows import Deal, Run, Runs, common, count, joined, without
 from .seen import PackedSight, Sight
 
 Strategy = Literal["gather", "ring", "exchange", "heads"]
@@ -131,9 +131,21 @@ class ShardPlan:
         takes a pass through memory; else all keys are computed at once."""
         if self.strategy in ("ring", "gather") or self.ranks == 1:
             return self.strategy == "ring"
-        sizes, busiest = self.sizes, max(self._travel(rank) for rank in range(self.ranks))
-        joined_bytes = _JOINED_BYTES * sizes.batch * sizes.heads * sizes.value_dim * sizes.q_len / self.ranks
-        return busiest > joined_bytes / self.hardware.hbm_bytes_per_second
+        busiest = max(range(self.ranks), key=self._travel)
+        return self._travel(busiest) > self._joining(busiest)
+
+    def _joining(self, rank: int) -> float:
+        """Seconds that it takes to join results over other ranks' keys to those over a rank's own."""
+        own, others, joined_rows = self.keys.rows(rank), 0, 0
+        for task in self.tasks[rank]:
+            for run in without(task.keys, own):
+                first, end = self.sight.queries(run, task.queries)
+                joined_rows += end - first
+        if self.strategy == "ring":  # once for each rank that has some of them
+            others = len({owner for run in without(self.needed(rank), own) for owner in self.keys.owners_of(run)})
+        sizes = self.sizes
+        moved = _JOINED_BYTES * sizes.batch * sizes.heads * sizes.value_dim * joined_rows * max(1, others)
+        return moved / self.hardware.hbm_bytes_per_second
 
     def steps(self, rank: int) -> list[tuple[int, ...]]:
         """The ranks whose keys are computed together, in order: in a ring one after the other, else its own before all
@@ -181,12 +193,13 @@ class ShardPlan:
             inside, beyond = (n * of_row for n in self._received(rank))
             travel = self._travel(rank)
             hidden = 1.0 if self.strategy == "ring" else self._own_share(rank) if self.overlaps else 0.0
+            joining = self._joining(rank) if hidden else 0.0
             times = []
             for n, of_pair in enumerate(seconds):
                 compute = self.pairs[rank] * of_pair
                 moved = travel * (1 + n)  # gradients go the same way back
                 exposed = max(0.0, moved - hidden * compute)
-                times.append(compute + exposed)
+                times.append(compute + exposed + joining)
                 if exposed > compute and sum(times) >= sum(slowest):
                     bound = "links between hosts" if beyond / self.links.between > travel / 2 else "links of a host"
             if sum(times) > sum(slowest):
@@ -353,10 +366,11 @@ class _Maker:
     starts: tuple[int, ...] | None
 
     def best(self, strategy: str, balance: str) -> ShardPlan:
-        """The one that is predicted to be fastest; of those within 3 %, the first."""
+        """The one that is predicted to be fastest; of those within 3 %, that with the simplest strategy."""
         tried = list(self._candidates(strategy, balance))
         least = min(p.predicted.seconds for p in tried)
-        found = next(p for p in tried if p.predicted.seconds <= 1.03 * least)
+        near = [p for p in tried if p.predicted.seconds <= 1.03 * least]
+        found = min(near, key=lambda p: (STRATEGIES.index(p.strategy), p.predicted.seconds))
         return replace(found, others=self._others(tried, found))
 
     @staticmethod
