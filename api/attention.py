@@ -107,7 +107,7 @@ class Attention(Methods, Declaration):
             operands = own.read(operands)
         if self.latent is not None:
             return variant._of_latent(query, key, value, options, operands)
-        if not options.uk is options.uv is options.form is options.rope is None:
+        if not options.uk is options.uv is options.rope is None or options.form is not None:
             check_no_latent(self, options.uk, options.uv, options.form, options.rope)
         return variant._run(query, key, value, None, options, operands)
 
@@ -255,7 +255,7 @@ class Attention(Methods, Declaration):
         self, query: Tensor, cache: Tensor, value: Tensor | None, options: CallOptions, operands: Mapping[str, Any]
     ) -> Result:  # fmt: skip
         """Latent attention: a step of a decode as it is, all else as latent.py says."""
-        is_plain = value is options.uk is options.uv is options.rope is options.form is None
+        is_plain = value is options.uk is options.uv is options.rope is None and options.form is None
         if is_plain and latent.is_absorbed(self, self._internals, query, cache, options):
             try:  # every step of a decode: what else is wrong with a call fails in it, and is told then
                 return self._run(query, cache, None, None, options, operands)

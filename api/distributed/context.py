@@ -12,11 +12,10 @@ from torch import Tensor
 
 from ..compiler.planning.records import Shape
 from ..ir.attention import Attention
-from ..ir.errors import Problem, UnavailableError, WeftError, collected
+from ..ir.errors import Problem, UnavailableError, WeftError, collected, second_derivative
 from ..runtime.call import Call, Choices, choices_of
 from ..runtime.check.operands import as_number, check_operands
 from ..runtime.check.tensors import DTYPES, main_problems
-from ..runtime.ops.transforms import second_derivative
 from ..runtime.options import CallOptions
 from ..runtime.run.variant import Variant
 from . import agreement, by_heads, shardplan

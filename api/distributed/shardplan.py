@@ -30,6 +30,7 @@ _CHUNKS = 8  # of a rank, where chunks are dealt by visible pairs
 # Shares of what long matrix products reach that attention kernels reach, and passes of a backward for each of a forward
 # (docs/performance.md has the rows).
 _FORWARD, _BACKWARD, _PRODUCTS = 0.8, 0.65, 2.5
+_ONE_MORE = 40e-6  # seconds that one more call and joining its result take of the host, at least
 _JOINED_BYTES = 16  # that joining two results moves for each element of out
 
 
@@ -145,7 +146,7 @@ class ShardPlan:
             others = len({owner for run in without(self.needed(rank), own) for owner in self.keys.owners_of(run)})
         sizes = self.sizes
         moved = _JOINED_BYTES * sizes.batch * sizes.heads * sizes.value_dim * joined_rows * max(1, others)
-        return moved / self.hardware.hbm_bytes_per_second
+        return (_ONE_MORE + moved / self.hardware.hbm_bytes_per_second) if joined_rows else 0.0
 
     def steps(self, rank: int) -> list[tuple[int, ...]]:
         """The ranks whose keys are computed together, in order: in a ring one after the other, else its own before all
