@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 Run = tuple[int, int]  # first row, and the one behind the last
 Runs = tuple[Run, ...]  # not empty, apart from each other, in order
+MOST_CHUNKS = 1 << 11  # of a sequence: a plan of more takes the host minutes
 
 
 def joined(runs: Iterable[Run]) -> Runs:
@@ -43,6 +45,17 @@ def common(some: Runs, others: Runs) -> Runs:
     return tuple(found)
 
 
+def without(some: Runs, others: Runs) -> Runs:
+    """Rows that are in the first and not in the second.
+
+    >>> without(((0, 4), (8, 12)), ((2, 9),))
+    ((0, 2), (9, 12))
+    """
+    end = max((run[1] for run in (*some, *others)), default=0)
+    edges = [0, *(edge for run in others for edge in run), end]
+    return common(some, joined(zip(edges[::2], edges[1::2])))
+
+
 def count(runs: Runs) -> int:
     """How many rows."""
     return sum(end - first for first, end in runs)
@@ -73,12 +86,18 @@ class Deal:
 
     def rows(self, rank: int) -> Runs:
         """Those that a rank owns. It has them in this order."""
-        ends = (
-            (min(n * self.chunk, self.length), min((n + 1) * self.chunk, self.length))
-            for n, owner in enumerate(self.owners)
-            if owner == rank
-        )
-        return joined(ends)
+        return self._of_ranks[rank]
+
+    def owners_of(self, run: Run) -> tuple[int, ...]:
+        """The owner of each chunk that has rows of a run."""
+        return self.owners[run[0] // self.chunk : -(-run[1] // self.chunk)]
+
+    @cached_property
+    def _of_ranks(self) -> list[Runs]:
+        runs: list[list[Run]] = [[] for _ in range(self.ranks)]
+        for n, owner in enumerate(self.owners):
+            runs[owner].append((min(n * self.chunk, self.length), min((n + 1) * self.chunk, self.length)))
+        return [joined(own) for own in runs]
 
 
 def chunk_of(length: int, number: int, multiple: int = 1) -> int:
@@ -105,8 +124,8 @@ def zigzag(length: int, ranks: int) -> Deal:
 
 
 def striped(length: int, ranks: int, stripes: int = 16) -> Deal:
-    """Chunks in turn, up to this many for each rank."""
-    number = ranks * max(1, min(stripes, -(-length // ranks)))
+    """Chunks in turn, up to this many for each rank, fewer where there are many ranks."""
+    number = ranks * max(1, min(stripes, MOST_CHUNKS // ranks, -(-length // ranks)))
     return Deal(length, chunk_of(length, number), tuple(n % ranks for n in range(number)), ranks)
 
 

@@ -18,7 +18,7 @@ from ..ir.attention import Attention
 from ..ir.errors import Problem, UnavailableError, WeftError, counted, shown
 from ..ir.numbers import is_int
 from . import rows
-from .rows import Deal, Run, Runs, common, count, joined
+from .rows import Deal, Run, Runs, common, count, joined, without
 from .seen import PackedSight, Sight
 
 Strategy = Literal["gather", "ring", "exchange", "heads"]
@@ -30,6 +30,7 @@ _CHUNKS = 8  # of a rank, where chunks are dealt by visible pairs
 # Shares of what long matrix products reach that attention kernels reach, and passes of a backward for each of a forward
 # (docs/performance.md has the rows).
 _FORWARD, _BACKWARD, _PRODUCTS = 0.8, 0.65, 2.5
+_ONE_MORE = 40e-6  # seconds that one more call and joining its result take of the host, at least
 _JOINED_BYTES = 16  # that joining two results moves for each element of out
 
 
@@ -131,9 +132,21 @@ class ShardPlan:
         takes a pass through memory; else all keys are computed at once."""
         if self.strategy in ("ring", "gather") or self.ranks == 1:
             return self.strategy == "ring"
-        sizes, busiest = self.sizes, max(self._travel(rank) for rank in range(self.ranks))
-        joined_bytes = _JOINED_BYTES * sizes.batch * sizes.heads * sizes.value_dim * sizes.q_len / self.ranks
-        return busiest > joined_bytes / self.hardware.hbm_bytes_per_second
+        busiest = max(range(self.ranks), key=self._travel)
+        return self._travel(busiest) > self._joining(busiest)
+
+    def _joining(self, rank: int) -> float:
+        """Seconds that it takes to join results over other ranks' keys to those over a rank's own."""
+        own, others, joined_rows = self.keys.rows(rank), 0, 0
+        for task in self.tasks[rank]:
+            for run in without(task.keys, own):
+                first, end = self.sight.queries(run, task.queries)
+                joined_rows += end - first
+        if self.strategy == "ring":  # once for each rank that has some of them
+            others = len({owner for run in without(self.needed(rank), own) for owner in self.keys.owners_of(run)})
+        sizes = self.sizes
+        moved = _JOINED_BYTES * sizes.batch * sizes.heads * sizes.value_dim * joined_rows * max(1, others)
+        return (_ONE_MORE + moved / self.hardware.hbm_bytes_per_second) if joined_rows else 0.0
 
     def steps(self, rank: int) -> list[tuple[int, ...]]:
         """The ranks whose keys are computed together, in order: in a ring one after the other, else its own before all
@@ -181,12 +194,13 @@ class ShardPlan:
             inside, beyond = (n * of_row for n in self._received(rank))
             travel = self._travel(rank)
             hidden = 1.0 if self.strategy == "ring" else self._own_share(rank) if self.overlaps else 0.0
+            joining = self._joining(rank) if hidden else 0.0
             times = []
             for n, of_pair in enumerate(seconds):
                 compute = self.pairs[rank] * of_pair
                 moved = travel * (1 + n)  # gradients go the same way back
                 exposed = max(0.0, moved - hidden * compute)
-                times.append(compute + exposed)
+                times.append(compute + exposed + joining)
                 if exposed > compute and sum(times) >= sum(slowest):
                     bound = "links between hosts" if beyond / self.links.between > travel / 2 else "links of a host"
             if sum(times) > sum(slowest):
@@ -353,10 +367,11 @@ class _Maker:
     starts: tuple[int, ...] | None
 
     def best(self, strategy: str, balance: str) -> ShardPlan:
-        """The one that is predicted to be fastest; of those within 1 %, the first."""
+        """The one that is predicted to be fastest; of those within 3 %, that with the simplest strategy."""
         tried = list(self._candidates(strategy, balance))
         least = min(p.predicted.seconds for p in tried)
-        found = next(p for p in tried if p.predicted.seconds <= 1.01 * least)
+        near = [p for p in tried if p.predicted.seconds <= 1.03 * least]
+        found = min(near, key=lambda p: (STRATEGIES.index(p.strategy), p.predicted.seconds))
         return replace(found, others=self._others(tried, found))
 
     @staticmethod
@@ -391,7 +406,7 @@ class _Maker:
     def _deal(self, balance: str) -> Deal:
         length, ranks = self.sizes.q_len, self.ranks
         if balance == "pairs":
-            number = ranks * max(1, min(_CHUNKS, length // ranks))
+            number = ranks * max(1, min(_CHUNKS, rows.MOST_CHUNKS // ranks, length // ranks))
             size = rows.chunk_of(length, number)
             ends = [(min(length, n * size), min(length, (n + 1) * size)) for n in range(number)]
             return rows.by_pairs(length, ranks, [self._pairs(run) for run in ends])

@@ -35,7 +35,7 @@ def seen(variant: weft.Attention, length: int, kv_length: int, q_offset: int, op
 
 
 def test_examples_of_rows() -> None:
-    assert doctest.testmod(rows).attempted == 4 and doctest.testmod(rows).failed == 0
+    assert doctest.testmod(rows).attempted == 5 and doctest.testmod(rows).failed == 0
 
 
 @pytest.mark.parametrize("lengths", [(96, 96), (70, 70), (3, 3), (45, 80)])

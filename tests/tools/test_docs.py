@@ -114,6 +114,22 @@ def test_all_code_of_the_page_on_fp8_runs() -> None:
     assert namespace["out"].shape == (1, 8, 64, 128)  # type: ignore[attr-defined]
 
 
+def test_all_code_of_the_page_on_several_devices_runs_and_prints_what_it_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And its table says what is predicted."""
+    found = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", page("docs/distributed.md"), re.DOTALL)
+    namespace: dict[str, object] = {"__name__": "distributed_page"}
+    for code, printed in found:
+        exec(compile(code, "distributed.md", "exec"), namespace)
+        assert capsys.readouterr().out == printed
+    causal, sizes = weft.Attention(mask=weft.masks.causal), {"heads": 32, "kv_heads": 8, "head_dim": 128}
+    made = weft.distributed.plan(causal, ranks=64, length=1 << 20, device="h100", **sizes)
+    other = "; ".join(f"{name.split(',')[0]} {gain:.1f}" for name, _, gain in made.others)
+    row = f"| causal, 1M | 64 | {made.strategy} | {made.balance} | {made.predicted.gain:.1f} | products | {other} |"
+    assert row in page("docs/distributed.md"), row
+
+
 def test_all_code_of_the_transformers_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")  # the extra weft-attention[transformers]
     namespace: dict[str, object] = {"__name__": "transformers_page"}
@@ -160,6 +176,7 @@ def test_every_link_inside_the_documents_leads_somewhere() -> None:
 def test_python_stands_in_these_pages_alone() -> None:
     pages = [
         "README.md",
+        "docs/distributed.md",
         "docs/fp8.md",
         "docs/gallery.md",
         "docs/language.md",

@@ -32,7 +32,8 @@ def test_every_example_is_tested_here() -> None:
     assert with_main == {
         "quickstart", "custom_score", "differential", "dropout", "latent", "packed_documents", "ragged_batch", "sinks",
         "t5_bias", "transformers_train", "transformers_generate", "block_sparse",
-        "demo", "server", "serve_fp8", "cross_attention", "moba", "multi_token", "multihead", "nsa", "transformer_xl",
+        "demo", "server", "serve_fp8", "cross_attention", "long_context", "moba", "multi_token", "multihead", "nsa",
+        "transformer_xl",
     }  # fmt: skip
 
 
@@ -200,6 +201,13 @@ def test_the_server_answers_from_a_cache_of_fp8(capsys: pytest.CaptureFixture[st
     output = " ".join(capsys.readouterr().out.split())
     assert re.search(r"without a cache, too: \d of 2", output)
     assert "40 blocks of 16 used" in output and "0.4 MiB" in output  # a quarter of float32's 1.2, and descales
+
+
+def test_a_long_context_over_two_processes(capfd: pytest.CaptureFixture[str]) -> None:
+    load("long_context").main(["--length=256", "--near=32", "--heads=2", "--kv-heads=1", "--head-dim=16"])
+    output = capfd.readouterr().out
+    assert re.search(r"256 tokens over 2 ranks: forward and backward [\d.,]+ ms", output), output
+    assert "streaming over 2 ranks" in output and "stands on  the values of first, window" in output
 
 
 def test_caches_of_fp8_lose_little(capsys: pytest.CaptureFixture[str]) -> None:
