@@ -424,6 +424,13 @@ def test_a_needle_among_16k_keys_is_found(dim: int) -> None:
     assert fp8_accuracy.needle(16384, dim, torch.device("cpu"), fp8=True) < 0.04
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_needle_among_128k_keys_is_found(dim: int) -> None:
+    assert fp8_accuracy.needle(131072, dim, torch.device("cpu"), fp8=False) < 0.01
+    assert fp8_accuracy.needle(131072, dim, torch.device("cpu"), fp8=True) < 0.04
+
+
 # -- caches ------------------------------------------------------------------------------------------------------------
 def step_of(cache, sequences, rows, new, target):
     """out of a step that appends these rows to both layers, and the exact one over the same stored numbers."""
