@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from multiprocessing import get_context
 
 import torch
 import torch.distributed as dist
@@ -28,12 +29,11 @@ streaming = weft.Attention(
 
 def run(length: int, heads: int, kv_heads: int, head_dim: int, near: int, kept: int, rank: int, device: str) -> None:
     """One forward and backward on this rank, and what it took."""
-    cp = ContextParallel(dist.group.WORLD)
+    cp = ContextParallel()
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    operands = {"window": near, "first": kept}
     plan = cp.plan(
         streaming, heads=heads, kv_heads=kv_heads, length=length, head_dim=head_dim,
-        dtype="bf16" if device == "cuda" else "fp32", **operands,
+        dtype="bf16" if device == "cuda" else "fp32", window=near, first=kept,
     )  # fmt: skip
     if rank == 0:
         print(plan.explain())
@@ -44,7 +44,7 @@ def run(length: int, heads: int, kv_heads: int, head_dim: int, near: int, kept: 
     )
     for _ in range(2):  # the first one compiles
         begin = time.perf_counter()
-        out = cp.attention(streaming, query, key, value, plan=plan, **operands)
+        out = cp.attention(streaming, query, key, value, plan=plan, window=near, first=kept)
         out.square().mean().backward()
         if device == "cuda":
             torch.cuda.synchronize()
@@ -80,7 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    torch.multiprocessing.spawn(_child, (2, port, settings), nprocs=2)  # type: ignore[no-untyped-call]
+    processes = [get_context("spawn").Process(target=_child, args=(rank, 2, port, settings)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
 
 
 if __name__ == "__main__":

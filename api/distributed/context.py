@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 class ContextParallel:
     """Attention along one dimension of a mesh, whose ranks hold rows of one sequence each.
 
-    mesh: a DeviceMesh, or a process group. dim: the mesh's dimension, by name or number; None where it has one.
+    mesh: a DeviceMesh, or a process group; all ranks where not given. dim: the mesh's dimension, by name or number;
+    None where it has one.
     strategy, balance: as for `plan`. agree: whether ranks compare what they call before each call, so that a mistake on
     one of them is an error on all.
 
@@ -56,8 +57,8 @@ class ContextParallel:
     """
 
     def __init__(
-        self, mesh: DeviceMesh | dist.ProcessGroup, dim: str | int | None = None, strategy: str = AUTO,
-        balance: str = AUTO, *, agree: bool = True, links: Links | None = None,
+        self, mesh: DeviceMesh | dist.ProcessGroup | None = None, dim: str | int | None = None,
+        strategy: str = AUTO, balance: str = AUTO, *, agree: bool = True, links: Links | None = None,
     ) -> None:  # fmt: skip
         if not dist.is_available() or not dist.is_initialized():
             raise UnavailableError(
@@ -164,8 +165,8 @@ class ContextParallel:
 
 
 def _group(mesh: Any, dim: str | int | None) -> Any:
-    if isinstance(mesh, dist.ProcessGroup):
-        return mesh
+    if mesh is None or isinstance(mesh, dist.ProcessGroup):
+        return mesh or dist.group.WORLD
     if dim is None and mesh.ndim != 1:
         names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
         raise WeftError(
