@@ -42,7 +42,7 @@ def attended(
         beside |= {names.first_key: torch.zeros_like(of_each), names.batch: 0}
         beside |= {names.q_len: of_each, names.kv_len: of_each, names.last: max(0, plan.longest - 1)}
         where["cu_seqlens_q"] = where["cu_seqlens_kv"] = starts
-    given = {n: _Shared.apply(cp, v) if _learns(v) else v for n, v in operands.items() if n in read}
+    given = {n: _Shared.apply(cp, _widened(v, query)) if _learns(v) else v for n, v in operands.items() if n in read}
     given |= {n: v for n, v in beside.items() if n in read}
     found = variant(query, key, value, **where, return_lse=return_lse, target=target, deterministic=deterministic,
                     operands=given)  # fmt: skip
@@ -55,6 +55,11 @@ def attended(
 def _variant(plan: ShardPlan) -> Any:
     sizes = plan.sizes
     return placed(plan.attention, group=sizes.heads // sizes.kv_heads, packed=plan.starts is not None)
+
+
+def _widened(operand: Tensor, query: Tensor) -> Tensor:
+    """An operand whose gradient is a sum over ranks, which is rounded once, at the end."""
+    return operand.to(torch.promote_types(operand.dtype, torch.promote_types(query.dtype, torch.float32)))
 
 
 def _learns(value: Any) -> bool:
@@ -108,9 +113,9 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        summed = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        summed = gradient.clone()
         dist.all_reduce(summed, group=ctx.group)
-        return None, summed.to(gradient.dtype)
+        return None, summed
 
 
 def _to_heads(cp: Any, deal: Deal, tensor: Tensor, heads: list[tuple[int, int]]) -> Tensor:

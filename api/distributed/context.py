@@ -13,11 +13,11 @@ from torch import Tensor
 from ..compiler.planning.records import Shape
 from ..ir.attention import Attention
 from ..ir.errors import Problem, UnavailableError, WeftError, collected, second_derivative
-from ..runtime.call import Call, Choices, choices_of
+from ..runtime.call import Call, Choices, Dense, Packed, Sequences, choices_of
 from ..runtime.check.operands import as_number, check_operands
 from ..runtime.check.tensors import DTYPES, main_problems
 from ..runtime.options import CallOptions
-from ..runtime.run.variant import Variant
+from ..runtime.run.variant import Variant, variant_of
 from . import agreement, by_heads, shardplan
 from .collectives import all_gather
 from .exchange import AtHand, Fetch, Route
@@ -40,6 +40,9 @@ from .shardplan import AUTO, Links, ShardPlan, same_value
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+KINDS: Mapping[str, type] = {"int": int, "float": float}
 
 
 class ContextParallel:
@@ -86,9 +89,18 @@ class ContextParallel:
         parts = [tensor.narrow(dim, first, end - first) for first, end in own]
         return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
 
-    def unshard(self, tensor: Tensor, plan: ShardPlan, dim: int = 2) -> Tensor:
-        """The whole tensor on each rank, from the rows of all. Each rank's rows get their gradient from its own use."""
-        return _Whole.apply(self, plan, tensor, dim)
+    def unshard(self, tensor: Tensor, plan: ShardPlan, dim: int = 2, of: str = "queries") -> Tensor:
+        """The whole tensor on each rank, from the rows of all. Each rank's rows get their gradient from its own use.
+
+        of: whose rows they are, "queries" or "keys", which differ where there are more of the ones.
+        """
+        deal: Deal = getattr(plan, of)
+        if tensor.shape[dim] != (rows := count(deal.rows(self.rank))):
+            raise WeftError(
+                f"{plan.attention.name}: unshard: expected {rows} rows, those of the {of} of rank {self.rank}, got "
+                f"{tensor.shape[dim]}"
+            )
+        return _Whole.apply(self, deal, tensor, dim)
 
     # -- attention -----------------------------------------------------------------------------------------------------
     def attention(
@@ -108,6 +120,7 @@ class ContextParallel:
                 f"{attention.name}: ContextParallel.attention is not traced by torch.compile; compile the layers "
                 "around it"
             )
+        operands = {n: v for n, v in operands.items() if n not in attention.unread}  # as other calls do
         problem = self._problem(attention, query, key, value, plan, operands)
         if return_lse and not attention.weighs.saves_lse:
             what = f"the normalizer {attention.normalizer} has no log-sum-exp"
@@ -117,7 +130,7 @@ class ContextParallel:
         if problem is not None:
             raise problem
         own = {p.name: p for p in attention.parameters}
-        given = {n: v if isinstance(v, Tensor) else as_number(v, {"int": int, "float": float}[own[n].dtype])
+        given = {n: v if isinstance(v, Tensor) else as_number(v, KINDS[own[n].dtype])
                  for n, v in operands.items() if n in own}  # fmt: skip
         if plan.strategy == "heads":
             out, lse = by_heads.attended(self, plan, (query, key, value), given, return_lse, target, deterministic)
@@ -159,9 +172,27 @@ class ContextParallel:
             return collected(name, problems)
         try:
             check_operands(attention, operands, query.device, main_problems(query, key, value, False))
+            variant = variant_of(attention)
+            variant.check_sizes(_whole_call(variant, plan, (query, key, value), operands))
         except WeftError as error:
             return error
         return None
+
+
+def _whole_call(
+    variant: Variant, plan: ShardPlan, tensors: tuple[Tensor, Tensor, Tensor], operands: Mapping[str, Any]
+) -> Call:
+    """The call on all rows, for what is asked of its shapes: what one rank refuses, all do."""
+    sizes = plan.sizes
+    rows = (sizes.heads, sizes.q_len), (sizes.kv_heads, sizes.kv_len), (sizes.kv_heads, sizes.kv_len)
+    main = [t.new_empty(1).expand(sizes.batch, *of, t.shape[3]) for t, of in zip(tensors, rows)]
+    given = {n: v if isinstance(v, Tensor) else as_number(v, KINDS[kind])
+             for n, kind in zip(variant.names, variant.kinds) if (v := operands[n]) is not None}  # fmt: skip
+    sequences: Sequences = Dense(plan.q_offset)
+    if plan.starts is not None:
+        starts = torch.tensor(plan.starts, dtype=torch.int32)
+        sequences = Packed(starts, starts, None)
+    return Call(main[0], main[1], main[2], None, given, sequences, choices_of(None, None), sizes.head_dim)
 
 
 def _group(mesh: Any, dim: str | int | None) -> Any:
@@ -286,9 +317,12 @@ class _Sharded(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise second_derivative(str(state.plan.attention.name))
         query, key, value, out, lse, *tensors = ctx.saved_tensors
-        work = _Work(state, query, key, value, tensors)
         every = ("query", "key", "value", *state.names)
         wanted = frozenset(n for n, need in zip(every, ctx.needs_input_grad[1:]) if need)
+        # gradients of operands are sums over pieces and ranks, which are rounded once, at the end
+        exactly = [t.to(torch.promote_types(t.dtype, wide(query))) if n in wanted else t
+                   for n, t in zip(state.names, tensors)]  # fmt: skip
+        work = _Work(state, query, key, value, exactly)
         dout = torch.zeros_like(out) if dout is None else dout
         if dlse is not None and ctx.is_far:  # kernels read the gradient of either statistic
             dlse = dlse.expand(2, *dlse.shape)
@@ -328,8 +362,7 @@ class _Whole(torch.autograd.Function):
     """Rows of all ranks, in the order of their positions."""
 
     @staticmethod
-    def forward(ctx: Any, cp: ContextParallel, plan: ShardPlan, tensor: Tensor, dim: int) -> Tensor:
-        deal = _deal_of(plan, tensor.shape[dim], cp.rank)
+    def forward(ctx: Any, cp: ContextParallel, deal: Deal, tensor: Tensor, dim: int) -> Tensor:
         ctx.deal, ctx.rank, ctx.dim = deal, cp.rank, dim
         rows = tensor.movedim(dim, 0).contiguous()
         sizes = [count(deal.rows(r)) for r in range(cp.ranks)]
@@ -349,15 +382,6 @@ class _Whole(torch.autograd.Function):
         own = ctx.deal.rows(ctx.rank)
         parts = [gradient.narrow(ctx.dim, first, end - first) for first, end in own]
         return None, None, torch.cat(parts, ctx.dim) if parts else gradient.narrow(ctx.dim, 0, 0), None
-
-
-def _deal_of(plan: ShardPlan, rows: int, rank: int) -> Deal:
-    """That of queries or of keys, by the rows that a rank holds."""
-    for deal in (plan.queries, plan.keys):
-        if count(deal.rows(rank)) == rows:
-            return deal
-    expected = " or ".join(str(n) for n in sorted({count(d.rows(rank)) for d in (plan.queries, plan.keys)}))
-    raise WeftError(f"{plan.attention.name}: unshard: expected {expected} rows, those of rank {rank}, got {rows}")
 
 
 # -- DTensors ----------------------------------------------------------------------------------------------------------

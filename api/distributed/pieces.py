@@ -152,7 +152,7 @@ class Joined:
         self._begin()
         if 0 in self.shape:
             lse = (2, *self.shape[:3]) if self.is_far else self.shape[:3]
-            return self.query.new_zeros(self.shape), self.query.new_zeros(lse, dtype=torch.float32)
+            return self.query.new_zeros(self.shape), self.query.new_zeros(lse, dtype=wide(self.query))
         return self.out.to(self.query.dtype), self.lse
 
 
@@ -203,7 +203,9 @@ class Sums:
 
     def __init__(self, query: Tensor, operands: Mapping[str, Tensor]) -> None:
         self.query, self.tensors = Sum(query), operands
-        self.operands = {n: torch.zeros_like(t, dtype=wide(t)) for n, t in operands.items()}
+        self.operands = {
+            n: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, wide(query))) for n, t in operands.items()
+        }
 
     def add(self, rows: Run, found: Mapping[str, Tensor]) -> None:
         """Add those of a piece."""
@@ -246,20 +248,26 @@ def gradients(variant: Variant, call: Call, given: Given, wanted: frozenset[str]
     """A piece's part of the gradients. A pair weighs exp(score - lse), whoever computes it: with lse and out of all
     keys, the backward of a piece gives its part of all (Dao 2023, "FlashAttention-2", section 3.1)."""
     own = wanted & {*MAIN, *variant.names}
+    if not own:
+        return {}
     return variant.backward(as_read(BackwardCall(call, given.out, given.lse, given.dout, given.dlse, own)))
 
 
 def sink_gradients(variant: Variant, call: Call, given: Given, wanted: frozenset[str]) -> dict[str, Tensor]:
     """Those of what the sinks of these queries read: a sink weighs exp(sink - lse), and has no value."""
+    own = wanted & {*variant.names}
+    if not own:
+        return {}
     out, sink = variant.forward(call)
-    lse = given.lse.sum(0) if variant.facts.scores_lie_far else given.lse
-    shown = sink.sum(0) if variant.facts.scores_lie_far else sink
+    lse, shown, dlse = given.lse, sink, given.dlse
+    is_far = variant.facts.scores_lie_far
+    if is_far:  # their sums are what callers see, and the gradient of either statistic is that of the sum
+        lse, shown, dlse = lse.sum(0), shown.sum(0), None if dlse is None else dlse[0]
     weight = torch.where(shown == -torch.inf, 0.0, (shown - lse).exp())
     delta = (given.out.to(weight.dtype) * given.dout).sum(-1)
-    dlse = weight * ((0.0 if given.dlse is None else given.dlse) - delta)
-    if variant.facts.scores_lie_far:
+    dlse = weight * ((0.0 if dlse is None else dlse) - delta)
+    if is_far:
         dlse = torch.stack([dlse, dlse])
-    own = wanted & {*variant.names}
     return variant.backward(BackwardCall(call, out, sink, torch.zeros_like(out), dlse, own))
 
 

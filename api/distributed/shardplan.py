@@ -67,8 +67,8 @@ class Predicted:
 
     @property
     def gain(self) -> float:
-        """Times as fast as one device."""
-        return self.alone / self.seconds
+        """Times as fast as one device; 1 where nothing is seen."""
+        return self.alone / self.seconds if self.seconds else 1.0
 
 
 @dataclass(frozen=True, eq=False)

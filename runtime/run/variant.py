@@ -272,6 +272,11 @@ class Variant:
         operands = {n: t for n, t in b.call.operands.items() if n in names and isinstance(t, Tensor)}
         return found | {n: torch.zeros(t.shape, dtype=t.dtype, device=t.device) for n, t in operands.items()}
 
+    def check_sizes(self, call: Call) -> None:
+        """Raise WeftError for sizes and values that kernels could not compute with. Of tensors the shapes count."""
+        if self._sizes.needed:
+            self._sizes.check(call)
+
     # -- what is prepared ----------------------------------------------------------------------------------------------
     def _found(self, direction: Direction, call: Call, at: object, b: BackwardCall | None = None) -> Prepared:
         """What is prepared for such calls. The call is checked: in full the first time, then what may vary."""

@@ -49,6 +49,8 @@ def variants(length: int) -> dict[str, tuple[weft.Attention, dict[str, Any]]]:
                  {"sinks": _drawn(H, seed=4), "window": 20}),
         "sink of nothing": (weft.Attention(mask=kv_pos + 30 <= q_pos, sink=sinks[head], name="lonely"),
                             {"sinks": _drawn(H, seed=4)}),
+        "far sink": (weft.Attention(score + pad[batch, kv_pos], kv_pos + 9 <= q_pos, sink=sinks[head], name="far_sink"),
+                     {"sinks": _drawn(H, seed=4), "pad": torch.where(rows % 5 == 3, -1e9, 0.0).contiguous()}),
         "sigmoid": (weft.Attention(score - weft.log(kv_len * 1.0), masks.causal, normalizer="sigmoid", name="sigmoids"),
                     {}),
         "far": (weft.Attention(score + pad[batch, kv_pos], masks.causal, name="far"),

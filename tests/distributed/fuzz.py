@@ -1,0 +1,164 @@
+"""Random declarations and calls over ranks: `python -m tests.distributed.fuzz --cases 200 --seed 7`.
+
+Declarations and calls are those of the fuzzer, and so are the definition and the errors that it allows. Every rank
+draws the same ones. What is drawn besides is how a call is divided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import weft
+from weft.distributed import ContextParallel
+
+from ..fuzz.calls import Built, Call, build
+from ..fuzz.declare import draw_variant
+from ..fuzz.dense import Undefined
+from ..fuzz.expected import expected
+from ..fuzz.invoke import draw_call
+from ..fuzz.judge import compare, declaration, declared, refusal, start
+from .on_ranks import on_ranks
+
+DIVIDED = [(s, b) for s in ("exchange", "ring", "gather", "heads", "auto")
+           for b in ("contiguous", "zigzag", "striped", "pairs", "auto")]  # fmt: skip
+
+
+def is_taken(call: Call) -> bool:
+    """Whether calls over ranks have what this one has."""
+    lens = call.lens
+    packed = lens is not None and lens.packed and lens.q == lens.kv and call.q_len == call.kv_len
+    if (
+        0 in (call.q_len, call.kv_len)
+        or call.fp8
+        or call.pages
+        or call.form
+        or isinstance(call.q_offset, tuple)
+        or "16" in call.dtype
+    ):
+        return False
+    return lens is None or (packed and call.q_offset is None)
+
+
+def drawn(seed: str) -> Iterator[Built]:
+    """Calls whose tensors can be made."""
+    random = Random(seed)
+    variant = draw_variant(random, "cpu")
+    if variant.latent is not None or variant.dropout is not None:
+        return
+    for _ in range(40):
+        try:
+            call = draw_call(random, variant, "cpu")
+            if is_taken(call):
+                yield build(variant, call)
+                return
+        except Undefined:
+            continue
+
+
+def over_ranks(
+    cp: ContextParallel, built: Built, random: Random, dout: Tensor, dlse: Tensor | None
+) -> dict[str, Tensor]:
+    """out, lse and gradients, whole, of a call whose rows lie on several ranks."""
+    call, variant = built.call, declared(built.variant)
+    strategy, balance = random.choice(DIVIDED)
+    if strategy == "heads" and (call.heads % cp.ranks or (call.kv_heads % cp.ranks and cp.ranks % call.kv_heads)):
+        strategy = "exchange"
+    numbers: dict[str, Any] = dict(call.scalars)
+    operands = {n: t for n, t in built.tensors.items() if n not in built.names}
+    read = {p.name for p in variant.parameters}
+    looked_at = {n: t for n, t in operands.items() if n in read and random.random() < 0.5}
+    decisive = weft.distributed.seen.decisive_tensors(variant)
+    looked_at |= {n: t for n, t in operands.items() if n in decisive}
+    where: dict[str, Any] = {} if call.q_offset is None else {"q_offset": call.q_offset}
+    if call.lens is not None:
+        where = {"cu_seqlens": call.lens.starts("q")}
+        looked_at = {n: t for n, t in looked_at.items() if n in decisive}
+    plan = cp.plan(
+        variant, batch=call.batch, heads=call.heads, kv_heads=call.kv_heads, length=call.q_len, kv_length=call.kv_len,
+        head_dim=call.dim, value_dim=call.value_dim, dtype="fp32", strategy=strategy, balance=balance, device="h100",
+        **where, **{n: v for n, v in numbers.items() if n in read}, **looked_at,
+    )  # fmt: skip
+    plan.__dict__["overlaps"] = random.random() < 0.5 if plan.strategy == "exchange" else plan.overlaps
+    main = {n: cp.shard(built.tensors[n].detach(), plan).requires_grad_(n in call.wanted) for n in built.names}
+    given = {n: t.detach().requires_grad_(n in call.wanted) for n, t in operands.items()}
+    for n in looked_at:
+        if n in plan.looked_at:
+            plan.looked_at[n] = given[n]  # type: ignore[index]
+    found = cp.attention(variant, *main.values(), plan=plan, return_lse=call.lse, **given, **numbers)
+    out, lse = found if call.lse else (found, None)
+    results = {"out": cp.unshard(out.detach(), plan)}
+    if lse is not None:
+        results["lse"] = cp.unshard(lse.detach(), plan)
+    if call.wanted:
+        leaves = {**main, **given}
+        ends = [(out, cp.shard(dout, plan))]
+        if lse is not None and dlse is not None:
+            ends.append((lse, cp.shard(dlse, plan)))
+        kept = [(o, w) for o, w in ends if o.requires_grad]
+        gradients = torch.autograd.grad([o for o, _ in kept], [leaves[n] for n in call.wanted], [w for _, w in kept],
+                                        allow_unused=True) if kept else [None] * len(call.wanted)  # fmt: skip
+        for n, gradient in zip(call.wanted, gradients):
+            whole = torch.zeros_like(leaves[n]) if gradient is None else gradient
+            results[f"d{n}"] = cp.unshard(whole, plan, of="queries" if n == "query" else "keys") if n in main else whole
+    return results
+
+
+def work(rank: int, cases: int, seed: str, ranks: int) -> list[str]:
+    """What is wrong, and a line of what was done."""
+    groups = {n: dist.new_group(list(range(n))) for n in range(2, ranks + 1)}
+    contexts = {n: ContextParallel(g) for n, g in groups.items() if rank < n}
+    wrong, done, number = [], Counter[str](), 0
+    while sum(done.values()) < cases:
+        number += 1
+        for built in drawn(f"{seed}.{number}"):
+            random = Random(f"{seed}.{number}.{built.call.seed}")
+            cp = contexts.get(random.choice(list(groups)))
+            dout, dlse = start(built)
+            try:
+                want = expected(built, dout, dlse)
+            except Undefined:
+                continue
+            if cp is None:
+                done["of fewer ranks"] += 1
+                continue
+            try:
+                verdict = compare(built, over_ranks(cp, built, random, dout, dlse), want)
+            except weft.WeftError as error:
+                verdict = refusal(built, error)
+            done[verdict.kind] += 1
+            if verdict.fails:
+                wrong.append(
+                    f"case {seed}.{number} rank {rank}: {verdict.message}\n{declaration(built.variant)}\n{built.call}"
+                )
+    if rank == 0:
+        print(", ".join(f"{kind}: {count}" for kind, count in sorted(done.items())), flush=True)
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", default="0")
+    parser.add_argument("--ranks", type=int, default=3)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        one = partial(work, cases=given.cases, seed=given.seed, ranks=given.ranks)
+        wrong = on_ranks(given.ranks, one, Path(folder), timeout=300.0)
+    print("\n".join(filter(None, wrong)))
+    return int(any(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
