@@ -94,6 +94,8 @@ def compare(
     dout, dlse = _drawn(rows, H, lengths[0], DV, seed=20), _drawn(rows, H, lengths[0], seed=21)
     with_lse = variant.normalizer == "softmax"
     offset = {"q_offset": 7} if lengths == (45, 80) else {}
+    if name == "bias" and lengths == (80, 45):
+        offset = {"q_offset": 0}  # its table has no entries before the first key
 
     def run(call: Callable[..., Any], tensors: dict[str, Tensor], dout: Tensor, dlse: Tensor) -> dict[str, Tensor]:
         found = call(*(tensors[n] for n in shapes), **{n: t for n, t in tensors.items() if n not in shapes})
