@@ -76,22 +76,23 @@ KV_HEADS = [4, 2, 1]
 def compare(
     cp: ContextParallel, name: str, strategy: str, balance: str, lengths: tuple[int, int], kv_heads: int,
     dtype: torch.dtype = torch.float32, device: str = "cpu", overlaps: bool | None = None, starts: Sequence[int] = (),
+    widths: tuple[int, int] = (D, DV),
 ) -> list[str]:  # fmt: skip
     """out, lse and every gradient of a call over ranks, beside the definition in float64: what differs.
 
     starts: of packed sequences, with lengths of the packed row.
     """
     variant, operands = variants(max(lengths))[name]
-    rows = 1 if starts else B
-    shapes = {"query": (rows, H, lengths[0], D), "key": (rows, kv_heads, lengths[1], D),
-              "value": (rows, kv_heads, lengths[1], DV)}  # fmt: skip
+    rows, (width, value_width) = 1 if starts else B, widths
+    shapes = {"query": (rows, H, lengths[0], width), "key": (rows, kv_heads, lengths[1], width),
+              "value": (rows, kv_heads, lengths[1], value_width)}  # fmt: skip
     whole = {n: _drawn(*shape, seed=k + 10).to(dtype) for k, (n, shape) in enumerate(shapes.items())}
     whole |= {n: t for n, t in operands.items() if isinstance(t, Tensor)}
     learned = {n for n, t in whole.items() if t.is_floating_point() and n != "pad"}
     numbers = {n: v for n, v in operands.items() if n not in whole}
     if starts:  # a row of an operand is that of a sequence
         whole |= {n: _drawn(len(starts) - 1, lengths[0], seed=5) * (n == "bias") for n in ("bias", "pad") if n in whole}
-    dout, dlse = _drawn(rows, H, lengths[0], DV, seed=20), _drawn(rows, H, lengths[0], seed=21)
+    dout, dlse = _drawn(rows, H, lengths[0], value_width, seed=20), _drawn(rows, H, lengths[0], seed=21)
     with_lse = variant.normalizer == "softmax"
     offset = {"q_offset": 7} if lengths == (45, 80) else {}
     if name == "bias" and lengths == (80, 45):
@@ -121,12 +122,11 @@ def compare(
     looked_at = {n: v for n, v in operands.items() if (n == "doc" and not starts) or n in numbers}
     packed = {"cu_seqlens": list(starts)} if starts else {}
     plan = cp.plan(variant, **packed, batch=rows, heads=H, kv_heads=kv_heads, length=lengths[0], kv_length=lengths[1],
-                   head_dim=D, value_dim=DV, dtype="fp32", strategy=strategy, balance=balance, **offset,
+                   head_dim=width, value_dim=value_width, dtype="fp32", strategy=strategy, balance=balance, **offset,
                    **looked_at)  # fmt: skip
     if overlaps is not None:
         plan.__dict__["overlaps"] = overlaps
-    given = {n: cp.shard(t, plan) if n in shapes else t for n, t in whole.items()}
-    shards = {n: t.to(device) for n, t in leaves(given).items()}
+    shards = leaves({n: (cp.shard(t, plan) if n in shapes else t).to(device) for n, t in whole.items()})
     for n in plan.looked_at:
         if n in shards:
             plan.looked_at[n] = shards[n]  # type: ignore[index]
@@ -183,13 +183,15 @@ def free_port() -> int:
 
 
 def _child(
-    rank: int, ranks: int, port: int, folder: Path, work: Callable[[int], Sequence[str]], timeout: float
+    rank: int, ranks: int, port: int, folder: Path, work: Callable[[int], Sequence[str]], timeout: float, backend: str
 ) -> None:
     from datetime import timedelta
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
     try:
         wrong = list(work(rank))
     except Exception:
@@ -198,7 +200,10 @@ def _child(
     os._exit(0)  # a process group of a rank that is gone cannot be ended in order
 
 
-def on_ranks(ranks: int, work: Callable[[int], Sequence[str]], folder: Path, timeout: float = 120.0) -> list[str]:
+def on_ranks(
+    ranks: int, work: Callable[[int], Sequence[str]], folder: Path, timeout: float = 120.0, backend: str = "gloo"
+) -> list[str]:
     """What the work of each rank says is wrong. A rank that says nothing has not come to its end."""
-    multiprocessing.spawn(_child, (ranks, free_port(), folder, work, timeout), nprocs=ranks)  # type: ignore[no-untyped-call]
+    given = (ranks, free_port(), folder, work, timeout, backend)
+    multiprocessing.spawn(_child, given, nprocs=ranks)  # type: ignore[no-untyped-call]
     return [(folder / str(r)).read_text() if (folder / str(r)).exists() else f"rank {r} ended" for r in range(ranks)]

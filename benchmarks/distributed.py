@@ -1,0 +1,183 @@
+"""Attention over the GPUs of one host beside one of them, and beside torch's own context parallelism.
+
+    torchrun --nproc-per-node 2 benchmarks/distributed.py
+    torchrun --nproc-per-node 2 benchmarks/distributed.py --rows window,documents --json found.json
+
+Each figure is the median of several forwards and backwards, timed by events on rank 0 between barriers. `alone` is the
+whole call on one GPU. `torch` is its ring over scaled_dot_product_attention, which has causal masks and none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import weft
+from weft import kv_pos, masks, q_pos
+from weft.distributed import ContextParallel
+
+window, doc = weft.scalar("window", int), weft.tensor("doc", 2, int)
+CAUSAL = weft.Attention(mask=masks.causal, name="causal")
+RECENT = weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="recent")
+DOCUMENTS = weft.Attention(mask=masks.causal & masks.document(doc), name="documents")
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    variant: weft.Attention
+    length: int
+    heads: int
+    kv_heads: int
+    operands: dict[str, Any] = field(default_factory=dict)
+    starts: tuple[int, ...] = ()  # of packed sequences
+    by_torch: bool = False  # whether torch's ring computes it too
+
+
+def uneven(length: int, least: int, most: int) -> tuple[int, ...]:
+    """Starts of packed sequences of random lengths."""
+    generator, starts = torch.Generator().manual_seed(0), [0]
+    while starts[-1] < length:
+        starts.append(min(length, starts[-1] + int(torch.randint(least, most, (1,), generator=generator))))
+    return tuple(starts)
+
+
+K = 1 << 10
+ROWS = [
+    Row("causal 128k H8", CAUSAL, 128 * K, 8, 8, by_torch=True),
+    Row("causal 32k H32/8", CAUSAL, 32 * K, 32, 8),
+    Row("causal 32k H32", CAUSAL, 32 * K, 32, 32, by_torch=True),
+    Row("window 4096, 512k H8", RECENT, 512 * K, 8, 8, {"window": 4096}),
+    Row("documents of 8k, 512k H8", DOCUMENTS, 512 * K, 8, 8, {"doc": 8 * K}),
+    Row("packed 1k to 64k, 512k H8", CAUSAL, 512 * K, 8, 8, starts=uneven(512 * K, K, 64 * K)),
+]
+
+
+def timed(call: Callable[[], Any], turns: int) -> float:
+    """Seconds, the median of several, with all ranks."""
+    for _ in range(3):
+        call()
+    found = []
+    for _ in range(turns):
+        dist.barrier()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(found)
+
+
+def both_ways(call: Callable[[], Tensor], tensors: list[Tensor], dout: Tensor) -> Callable[[], None]:
+    def run() -> None:
+        torch.autograd.grad(call(), tensors, dout)
+
+    return run
+
+
+def drawn(row: Row, rows: int) -> list[Tensor]:
+    shapes = [(1, heads, rows, 128) for heads in (row.heads, row.kv_heads, row.kv_heads)]
+    return [torch.randn(s, device="cuda", dtype=torch.bfloat16).requires_grad_() for s in shapes]
+
+
+def both_and_memory(call: Callable[..., Tensor], row: Row, rows: int, turns: int) -> tuple[float, float, float]:
+    """Forward alone and both ways, in ms, and GiB. call: of query, key and value with so many rows."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    tensors = drawn(row, rows)
+    dout = torch.randn_like(tensors[0])
+    with torch.no_grad():
+        forward = timed(lambda: call(*tensors), turns)
+    both = timed(both_ways(lambda: call(*tensors), tensors, dout), turns)
+    return forward * 1e3, both * 1e3, torch.cuda.max_memory_allocated() / 2**30
+
+
+def measured(row: Row, turns: int) -> dict[str, Any]:
+    """Times of one row."""
+    cp, operands = ContextParallel(), dict(row.operands)
+    if "doc" in operands:
+        operands["doc"] = (torch.arange(row.length, device="cuda") // operands["doc"])[None].int()
+    packed = {"cu_seqlens": list(row.starts)} if row.starts else {}
+    plan = cp.plan(row.variant, heads=row.heads, kv_heads=row.kv_heads, length=row.length, head_dim=128, **packed,
+                   **operands)  # fmt: skip
+    starts = torch.tensor(row.starts, dtype=torch.int32, device="cuda") if row.starts else None
+    lengths = {} if starts is None else {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+
+    def over_ranks(*tensors: Tensor) -> Tensor:
+        return cp.attention(row.variant, *tensors, plan=plan, **operands)  # type: ignore[no-any-return]
+
+    def alone(*tensors: Tensor) -> Tensor:
+        return row.variant(*tensors, **operands, **lengths)  # type: ignore[no-any-return]
+
+    found: dict[str, Any] = {"row": row.name, "strategy": plan.strategy, "balance": plan.balance,
+                             "predicted": plan.predicted.gain}  # fmt: skip
+    names = ("forward", "both", "GiB")
+    found |= zip(names, both_and_memory(over_ranks, row, len(cp.rows(plan)), turns))
+    found |= zip([f"alone {n}" for n in names], both_and_memory(alone, row, row.length, turns))
+    if row.by_torch:
+        found["torch both"] = by_torch(row, turns)
+    return found
+
+
+def by_torch(row: Row, turns: int) -> float | str:
+    """torch's own context parallelism, in ms; what it says where it fails."""
+    try:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.experimental import context_parallel
+
+        mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+        whole = [t.detach() for t in drawn(row, row.length)]
+
+        def call() -> None:
+            tensors = [t.clone() for t in whole]
+            with context_parallel(mesh, buffers=tensors, buffer_seq_dims=[2] * 3, no_restore_buffers={*tensors}):
+                leaves = [t.requires_grad_() for t in tensors]
+                out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+                torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+        return timed(call, turns) * 1e3
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="", help="rows whose name has one of these")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    wanted = [r for r in ROWS if any(part in r.name for part in given.rows.split(","))]
+    results = []
+    for row in wanted:
+        found = measured(row, given.turns)
+        results.append(found)
+        if dist.get_rank() == 0:
+            gain = found["alone both"] / found["both"]
+            torchs = found.get("torch both", "")
+            print(
+                f"{row.name:<28} {found['strategy']:<9} {found['balance']:<11} both {found['both']:8.2f} ms, alone "
+                f"{found['alone both']:8.2f}: {gain:.2f}x (predicted {found['predicted']:.2f}), forward "
+                f"{found['alone forward'] / found['forward']:.2f}x, {found['GiB']:.2f} of {found['alone GiB']:.2f} GiB "
+                f"{torchs}",
+                flush=True,
+            )
+    if given.json is not None and dist.get_rank() == 0:
+        given.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": results}, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Calls over two GPUs (NCCL): every strategy computes what the definition does, in bf16 and in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.distributed import ContextParallel
+
+from ..distributed.on_ranks import PACKED, cases, compare, on_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.filterwarnings("ignore"),  # of torch's own start of processes
+]
+
+
+def _compared(rank: int) -> list[str]:
+    cp, wrong = ContextParallel(), []
+    for n, (name, strategy, balance, lengths, kv_heads) in enumerate(cases(40)):
+        long = tuple(5 * length for length in lengths)
+        overlaps = (None, True, False)[n % 3] if strategy == "exchange" else None
+        dtype = torch.float32 if n % 3 == 2 else torch.bfloat16
+        wrong += compare(cp, name, strategy, balance, long, kv_heads, dtype, "cuda", overlaps, widths=(64, 64))  # type: ignore[arg-type]
+    for n, (length, starts) in enumerate(PACKED):
+        strategy = ("exchange", "ring", "heads", "gather")[n]
+        wrong += compare(cp, "sink", strategy, "zigzag", (length, length), 2, torch.bfloat16, "cuda", starts=starts,
+                         widths=(64, 64))  # fmt: skip
+    return wrong
+
+
+def test_two_gpus_compute_the_definition(tmp_path: Path) -> None:
+    wrong = on_ranks(2, _compared, tmp_path, timeout=300.0, backend="nccl")
+    assert not any(wrong), "\n".join(wrong)
