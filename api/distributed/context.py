@@ -21,10 +21,10 @@ from ..runtime.run.variant import Variant, variant_of
 from . import agreement, by_heads, shardplan
 from .collectives import all_gather
 from .exchange import AtHand, Fetch, Route
-from .pieces import (
+from .portions import (
     Joined,
-    Parts,
-    Piece,
+    Portion,
+    Portions,
     Sum,
     Sums,
     given_at,
@@ -244,8 +244,8 @@ class _State(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _parts(plan: ShardPlan) -> Parts:
-    return Parts(plan)
+def _parts(plan: ShardPlan) -> Portions:
+    return Portions(plan)
 
 
 @lru_cache(maxsize=256)
@@ -263,27 +263,27 @@ class _Work:
         self.own = self.plan.queries.rows(self.rank)
         self.operands = {**state.numbers, **dict(zip(state.names, tensors))}
 
-    def calls(self, step: int, at_hand: AtHand) -> Iterator[tuple[Piece, Variant, Call]]:
-        """The pieces of a step, and how each is called."""
-        for piece in self.parts.pieces(self.rank)[step]:
-            yield piece, *self._call(piece, at_hand.of(piece.keys))
+    def calls(self, step: int, at_hand: AtHand) -> Iterator[tuple[Portion, Variant, Call]]:
+        """The portions of a step, and how each is called."""
+        for portion in self.parts.portions(self.rank)[step]:
+            yield portion, *self._call(portion, at_hand.of(portion.keys))
 
-    def sinks(self) -> Iterator[tuple[Piece, Variant, Call]]:
-        """Pieces without keys, of queries whose sink no other piece has."""
+    def sinks(self) -> Iterator[tuple[Portion, Variant, Call]]:
+        """Portions without keys, of queries whose sink no other portion has."""
         nothing = self.key[:, :, :0], self.value[:, :, :0]
         for queries in self.parts.sinks(self.rank):
-            piece = Piece(queries, (0, 0), True)
-            yield piece, *self._call(piece, nothing)
+            portion = Portion(queries, (0, 0), True)
+            yield portion, *self._call(portion, nothing)
 
-    def _call(self, piece: Piece, keys: tuple[Tensor, Tensor]) -> tuple[Variant, Call]:
-        return self.parts.call(piece, (self._own(self.query, piece), *keys), self.operands, self.choices)
+    def _call(self, portion: Portion, keys: tuple[Tensor, Tensor]) -> tuple[Variant, Call]:
+        return self.parts.call(portion, (self._own(self.query, portion), *keys), self.operands, self.choices)
 
-    def rows(self, piece: Piece) -> Run:
-        """Where the queries of a piece lie among those of the rank."""
-        return run_in(piece.queries, self.own)
+    def rows(self, portion: Portion) -> Run:
+        """Where the queries of a portion lie among those of the rank."""
+        return run_in(portion.queries, self.own)
 
-    def _own(self, tensor: Tensor, piece: Piece) -> Tensor:
-        first, end = self.rows(piece)
+    def _own(self, tensor: Tensor, portion: Portion) -> Tensor:
+        first, end = self.rows(portion)
         return tensor[:, :, first:end]
 
 
@@ -300,11 +300,11 @@ class _Sharded(torch.autograd.Function):
             at_hand = fetch.wait()
             if step + 1 < len(work.routes):
                 fetch = work.routes[step + 1].start(key, value)
-            for piece, variant, call in work.calls(step, at_hand):
-                done.add(work.rows(piece), *variant.forward(call))
+            for portion, variant, call in work.calls(step, at_hand):
+                done.add(work.rows(portion), *variant.forward(call))
             kept.append(None if state.plan.strategy == "ring" else at_hand)
-        for piece, variant, call in work.sinks():
-            done.add(work.rows(piece), *variant.forward(call))
+        for portion, variant, call in work.sinks():
+            done.add(work.rows(portion), *variant.forward(call))
         out, lse = done.result()
         ctx.state, ctx.kept, ctx.is_far = state, kept, done.is_far
         ctx.save_for_backward(query, key, value, out, lse, *tensors)
@@ -319,7 +319,7 @@ class _Sharded(torch.autograd.Function):
         query, key, value, out, lse, *tensors = ctx.saved_tensors
         every = ("query", "key", "value", *state.names)
         wanted = frozenset(n for n, need in zip(every, ctx.needs_input_grad[1:]) if need)
-        # gradients of operands are sums over pieces and ranks, which are rounded once, at the end
+        # gradients of operands are sums over portions and ranks, which are rounded once, at the end
         exactly = [t.to(torch.promote_types(t.dtype, wide(query))) if n in wanted else t
                    for n, t in zip(state.names, tensors)]  # fmt: skip
         work = _Work(state, query, key, value, exactly)
@@ -337,19 +337,19 @@ class _Sharded(torch.autograd.Function):
                 if n + 1 < len(order):
                     ahead[order[n + 1]] = work.routes[order[n + 1]].start(key, value)
             of_key, of_value = Sum(at_hand.key), Sum(at_hand.value)
-            for piece, variant, call in work.calls(step, at_hand):
-                rows = work.rows(piece)
+            for portion, variant, call in work.calls(step, at_hand):
+                rows = work.rows(portion)
                 given = given_at(rows, out, lse, dout, dlse)
                 found = gradients(variant, call, given, wanted)
                 sums.add(rows, found)
-                there = run_in(piece.keys, at_hand.rows)
+                there = run_in(portion.keys, at_hand.rows)
                 for name, total in (("key", of_key), ("value", of_value)):
                     if name in found:
                         total.add(there, found[name])
             if wanted & {"key", "value"}:
                 returns.append(work.routes[step].give_back(of_key.result(), of_value.result()))
-        for piece, variant, call in work.sinks():
-            rows = work.rows(piece)
+        for portion, variant, call in work.sinks():
+            rows = work.rows(portion)
             given = given_at(rows, out, lse, dout, dlse)
             sums.add(rows, sink_gradients(variant, call, given, wanted))
         for returned in returns:

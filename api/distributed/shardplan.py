@@ -160,19 +160,19 @@ class ShardPlan:
         """Keys that a rank has at hand in a step with these sources."""
         return joined(run for source in sources for run in self.received(rank, source))
 
-    def pieces(self, rank: int) -> list[list[Task]]:
+    def portions(self, rank: int) -> list[list[Task]]:
         """What a rank computes in each step: runs of queries, each with one run of keys."""
-        return self._pieces(rank)
+        return self._portions(rank)
 
     @cached_property
-    def _pieces(self) -> Callable[[int], list[list[Task]]]:
+    def _portions(self) -> Callable[[int], list[list[Task]]]:
         def of(rank: int) -> list[list[Task]]:
             found = []
             for sources in self.steps(rank):
                 at_hand = self.step_rows(rank, sources)
                 pairs = ((task.queries, keys) for task in self.tasks[rank] for keys in common(task.keys, at_hand))
                 seen = (Task(self.sight.queries(keys, queries), (keys,)) for queries, keys in pairs)
-                found.append([piece for piece in seen if piece.queries[0] < piece.queries[1]])
+                found.append([portion for portion in seen if portion.queries[0] < portion.queries[1]])
             return found
 
         return cache(of)

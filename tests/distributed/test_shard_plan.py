@@ -13,8 +13,8 @@ import weft
 from weft import head, kv_pos, masks, q_pos, score
 from weft.compiler.planning.records import Shape
 from weft.distributed import Links, ShardPlan, plan, rows
-from weft.distributed.pieces import Parts
 from weft.distributed.placed import placed
+from weft.distributed.portions import Portions
 from weft.distributed.rows import Deal, common, count
 from weft.distributed.seen import Sight
 from weft.ir.reference import dense_mask, positions
@@ -40,7 +40,7 @@ def test_examples_of_rows() -> None:
 
 @pytest.mark.parametrize("lengths", [(96, 96), (70, 70), (3, 3), (45, 80)])
 @pytest.mark.parametrize("name", variants(8))
-def test_every_visible_pair_is_in_one_piece(name: str, lengths: tuple[int, int]) -> None:
+def test_every_visible_pair_is_in_one_portion(name: str, lengths: tuple[int, int]) -> None:
     variant, operands = variants(max(lengths))[name]
     given = {n: v for n, v in operands.items() if n == "doc" or not isinstance(v, Tensor)}
     visible = seen(variant, *lengths, lengths[1] - lengths[0], operands)
@@ -50,17 +50,17 @@ def test_every_visible_pair_is_in_one_piece(name: str, lengths: tuple[int, int])
         times, owned, parts = (
             torch.zeros(lengths, dtype=torch.int),
             torch.zeros(lengths[0], dtype=torch.int),
-            Parts(made),
+            Portions(made),
         )
         for rank in range(ranks):
             own = made.queries.rows(rank)
             for first, end in own:
                 owned[first:end] += 1
-            for step, pieces in enumerate(parts.pieces(rank)):
+            for step, portions in enumerate(parts.portions(rank)):
                 at_hand = made.step_rows(rank, made.steps(rank)[step])
-                for piece in pieces:
-                    assert common((piece.keys,), at_hand) == (piece.keys,) and common((piece.queries,), own)
-                    times[slice(*piece.queries), slice(*piece.keys)] += 1
+                for portion in portions:
+                    assert common((portion.keys,), at_hand) == (portion.keys,) and common((portion.queries,), own)
+                    times[slice(*portion.queries), slice(*portion.keys)] += 1
         assert bool((owned == 1).all()), "each row has one owner"
         assert int(times.max()) <= 1 and bool((times[visible] == 1).all()), (name, ranks, balance, strategy)
 

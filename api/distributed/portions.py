@@ -1,4 +1,4 @@
-"""One piece of a call: a run of queries over a run of keys, forward and backward, and how pieces are joined."""
+"""One portion of a call: a run of queries over a run of keys, forward and backward, and how portions are joined."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .rows import Run, Runs, places
 from .shardplan import ShardPlan
 
 
-class Piece(NamedTuple):
+class Portion(NamedTuple):
     """A run of queries over a run of keys, rows of the whole sequence."""
 
     queries: Run
@@ -30,57 +30,57 @@ class Piece(NamedTuple):
     sink: bool  # whether the sink of these queries is counted here
 
 
-class Parts:
-    """The pieces of a plan, and the variants that they are computed with."""
+class Portions:
+    """The portions of a plan, and the variants that they are computed with."""
 
     def __init__(self, plan: ShardPlan) -> None:
         whole: Attention = placed(plan.attention, packed=plan.starts is not None)
         self.plan, self.names = plan, names_beside(plan.attention)
         self.with_sink, self.others = variant_of(whole), variant_of(without_sink(whole))
         self.has_sink = whole.folded_sink is not None
-        self.pieces, self.sinks, self.packed = cache(self._pieces), cache(self._sinks), cache(self._packed)
+        self.portions, self.sinks, self.packed = cache(self._portions), cache(self._sinks), cache(self._packed)
 
-    def _pieces(self, rank: int) -> list[list[Piece]]:
-        """Of each step. The first piece that has all queries of a task has their sink."""
+    def _portions(self, rank: int) -> list[list[Portion]]:
+        """Of each step. The first portion that has all queries of a task has their sink."""
         found, without = (
-            list[list[Piece]](),
+            list[list[Portion]](),
             {task.queries for task in self.plan.tasks[rank]} if self.has_sink else set(),
         )
-        for step in self.plan.pieces(rank):
-            pieces = []
+        for step in self.plan.portions(rank):
+            portions = []
             for queries, (keys,) in step:
-                pieces.append(Piece(queries, keys, queries in without))
+                portions.append(Portion(queries, keys, queries in without))
                 without.discard(queries)
-            found.append(pieces)
+            found.append(portions)
         return found
 
     def _sinks(self, rank: int) -> list[Run]:
-        """Queries whose sink no piece has."""
+        """Queries whose sink no portion has."""
         if not self.has_sink:
             return []
-        have = {piece.queries for step in self.pieces(rank) for piece in step if piece.sink}
+        have = {portion.queries for step in self.portions(rank) for portion in step if portion.sink}
         return [task.queries for task in self.plan.tasks[rank] if task.queries not in have]
 
     def call(
-        self, piece: Piece, tensors: tuple[Tensor, Tensor, Tensor], operands: Mapping[str, Any], choices: Choices
+        self, portion: Portion, tensors: tuple[Tensor, Tensor, Tensor], operands: Mapping[str, Any], choices: Choices
     ) -> tuple[Variant, Call]:
-        """tensors: query, key and value of the piece."""
+        """tensors: query, key and value of the portion."""
         plan, names = self.plan, self.names
-        variant = self.with_sink if piece.sink else self.others
+        variant = self.with_sink if portion.sink else self.others
         beside: dict[str, Any]
         if plan.starts is None:
-            beside = {names.first_key: piece.keys[0], names.q_len: plan.sizes.q_len, names.kv_len: plan.sizes.kv_len}
-            sequences: Sequences = Dense(plan.q_offset + piece.queries[0] - piece.keys[0])
+            beside = {names.first_key: portion.keys[0], names.q_len: plan.sizes.q_len, names.kv_len: plan.sizes.kv_len}
+            sequences: Sequences = Dense(plan.q_offset + portion.queries[0] - portion.keys[0])
         else:
-            sequences, beside = self.packed(piece, tensors[0].device)
+            sequences, beside = self.packed(portion, tensors[0].device)
         given = {n: operands[n] if n in operands else beside[n] for n in variant.names}
         return variant, Call(*tensors, None, given, sequences, choices, plan.sizes.head_dim)
 
-    def _packed(self, piece: Piece, device: torch.device) -> tuple[Packed, dict[str, Any]]:
-        """Where the rows of packed sequences lie in a piece, and what a placed variant reads of them."""
+    def _packed(self, portion: Portion, device: torch.device) -> tuple[Packed, dict[str, Any]]:
+        """Where the rows of packed sequences lie in a portion, and what a placed variant reads of them."""
         plan, names = self.plan, self.names
         assert plan.starts is not None
-        (first, end), (first_key, end_key) = piece.queries, piece.keys
+        (first, end), (first_key, end_key) = portion.queries, portion.keys
         number = max(0, bisect_right(plan.starts, first) - 1)  # of the first sequence that has a query here
         behind = max(number, bisect_left(plan.starts, end))
         starts = plan.starts[number : behind + 1]
@@ -98,22 +98,22 @@ class Parts:
 
 
 class Joined:
-    """out and lse of the queries of a rank, joined piece by piece.
+    """out and lse of the queries of a rank, joined portion by portion.
 
     lse is as kernels give it: [B, Hq, L], or [2, B, Hq, L] where scores may lie far from 0.
     """
 
-    def __init__(self, query: Tensor, width: int, parts: Parts) -> None:
+    def __init__(self, query: Tensor, width: int, parts: Portions) -> None:
         facts = parts.with_sink.facts
         self.is_far, self.sums = facts.scores_lie_far, not facts.attention.weighs.saves_lse
         self.parts, self.query = parts, query
         batch, heads, rows = query.shape[:3]
         self.shape = batch, heads, rows, width
-        self.whole: tuple[Tensor, Tensor] | None = None  # of one piece with all rows
+        self.whole: tuple[Tensor, Tensor] | None = None  # of one portion with all rows
         self.out = self.lse = query.new_empty(0)
 
     def add(self, rows: Run, out: Tensor, lse: Tensor) -> None:
-        """Join a piece's result. rows: where its queries lie among the rank's."""
+        """Join a portion's result. rows: where its queries lie among the rank's."""
         if self.whole is None and not self.out.numel() and rows == (0, self.shape[2]):
             self.whole = out, lse
             return
@@ -172,7 +172,7 @@ def wide(tensor: Tensor) -> torch.dtype:
 
 
 class Sum:
-    """A sum over pieces of gradients [B, H, rows, width]: one piece of all rows stays as it is."""
+    """A sum over portions of gradients [B, H, rows, width]: one portion of all rows stays as it is."""
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
@@ -208,7 +208,7 @@ class Sums:
         }
 
     def add(self, rows: Run, found: Mapping[str, Tensor]) -> None:
-        """Add those of a piece."""
+        """Add those of a portion."""
         if "query" in found:
             self.query.add(rows, found["query"])
         for name, total in self.operands.items():
@@ -245,8 +245,8 @@ def given_at(rows: Run, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | N
 
 
 def gradients(variant: Variant, call: Call, given: Given, wanted: frozenset[str]) -> dict[str, Tensor]:
-    """A piece's part of the gradients. A pair weighs exp(score - lse), whoever computes it: with lse and out of all
-    keys, the backward of a piece gives its part of all (Dao 2023, "FlashAttention-2", section 3.1)."""
+    """A portion's part of the gradients. A pair weighs exp(score - lse), whoever computes it: with lse and out of all
+    keys, the backward of a portion gives its part of all (Dao 2023, "FlashAttention-2", section 3.1)."""
     own = wanted & {*MAIN, *variant.names}
     if not own:
         return {}
