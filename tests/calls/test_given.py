@@ -16,8 +16,8 @@ def test_what_is_prepared_for_sound_operands_takes_no_others():
     for bad, said in (
         ((query, key.to("meta"), value), "key: expected device cpu as in query, got meta"),
         ((query, key, value.to("meta")), "value: expected device cpu as in query, got meta"),
-        ((query, key[:, :0], value[:, :0]), "expected a multiple of the key's 0 heads"),
-        ((query[:, :0], key, value), "expected a multiple of the key's 2 heads, got 0"),
+        ((query, key[:, :0], value[:, :0]), "key: expected at least 1 head, got 0"),
+        ((query[:, :0], key, value), "query: expected at least 1 head, got 0"),
         ((query, key, [1]), "value: expected a tensor, got list"),
         ((query, key, torch.tensor(1.0)), "value: expected 4 dimensions"),
     ):

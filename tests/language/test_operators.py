@@ -19,7 +19,8 @@ import torch
 import weft
 from weft import head, kv_pos, q_pos, score
 from weft.codegen.dialects import GLUON, TORCH, TRITON, Printer
-from weft.codegen.functions import _IEEE, GLUON_LANGUAGE, TRITON_LANGUAGE, FunctionPrinter, Language
+from weft.codegen.function_lines import IEEE
+from weft.codegen.functions import GLUON_LANGUAGE, TRITON_LANGUAGE, FunctionPrinter, Language
 from weft.compiler.analysis.tiles.facts import Facts
 from weft.compiler.analysis.tiles.programs import _function, _values
 from weft.compiler.analysis.values.ranges import range_of
@@ -171,7 +172,7 @@ def test_ranges_hold_every_value(op: Operator) -> None:
 @EVERY
 def test_torch_writes_it_on_tiles_and_on_numbers(op: Operator) -> None:
     namespace = {"torch": torch, "math": math, **ENV, "arg_cap": 1.3, "arg_size": 2}
-    exec(_IEEE, namespace)
+    exec(IEEE, namespace)
     node = sample(op)
     close(eval(Printer(TORCH)(node), namespace), value(node))
     assert isinstance(node, Call)

@@ -15,7 +15,7 @@ from functools import cache
 
 import z3
 
-from weft.codegen import functions
+from weft.codegen import function_lines
 from weft.ir.canonical import canonical
 from weft.ir.expr import Call, Const, Expr, Load, Scalar, Symbol, symbol
 from weft.ir.operators import OPERATORS
@@ -263,9 +263,9 @@ class Reader:
 @cache
 def read_limits() -> tuple[int, int]:
     """Where tile programs of GPU kernels cut an int that they read from a tensor: as the printed helper has it."""
-    found = [int(n) for n in re.findall(r"-?\d{6,}", functions._AS_BOUND)]
+    found = [int(n) for n in re.findall(r"-?\d{6,}", function_lines.AS_BOUND)]
     if len(found) != 2:
-        raise ValueError(f"as_bound is written otherwise: {functions._AS_BOUND}")
+        raise ValueError(f"as_bound is written otherwise: {function_lines.AS_BOUND}")
     return min(found), max(found)
 
 
