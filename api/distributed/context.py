@@ -36,7 +36,7 @@ from .portions import (
 )
 from .rows import Deal, Run, count, places
 from .seen import decisive_tensors
-from .shardplan import AUTO, Links, ShardPlan, same_value
+from .shardplan import AUTO, Links, ShardPlan, stands_on
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -163,8 +163,8 @@ class ContextParallel:
                 got = str([*tensor.shape]) if isinstance(tensor, Tensor) else type(tensor).__name__
                 wanted = f"{[*shape]}, the rows of rank {self.rank}"
                 problems.append(Problem(operand=n, expected=wanted, got=got, next_step="cp.shard gives them"))
-        for n, value_then in plan.looked_at.items():
-            if n in operands and not same_value(value_then, operands[n]):
+        for n in plan.looked_at:
+            if n in operands and not stands_on(plan, n, operands[n]):
                 problems.append(
                     Problem(operand=n, what="the plan stands on another value", next_step="make a plan with this one")
                 )

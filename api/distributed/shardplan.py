@@ -93,6 +93,7 @@ class ShardPlan:
     sight: Sight | PackedSight = field(repr=False)
     starts: tuple[int, ...] | None = None  # the first row of each packed sequence, and the end of the last
     looked_at: Mapping[str, Any] = field(default_factory=dict)  # operands whose values the plan stands on
+    versions: Mapping[str, int] = field(default_factory=dict)  # of those that are tensors, when they were looked at
     # other strategies that were thought of: name, seconds, times as fast as one device
     others: tuple[tuple[str, float, float], ...] = ()
 
@@ -400,8 +401,11 @@ class _Maker:
         keys = queries if alike else rows.contiguous(self.sizes.kv_len, self.ranks)
         tasks = tuple(tuple(Task(run, self._keys(run)) for run in queries.rows(rank)) for rank in range(self.ranks))
         pairs = tuple(sum(self._pairs(task.queries) for task in of_rank) for of_rank in tasks)
-        return ShardPlan(self.attention, self.sizes, self.q_offset, self.ranks, "exchange", "contiguous", queries, keys,
-                         tasks, pairs, self.machine, self.links, self.sight, self.starts, self.looked_at)  # fmt: skip
+        versions = {n: v._version for n, v in self.looked_at.items() if isinstance(v, Tensor)}
+        return ShardPlan(
+            self.attention, self.sizes, self.q_offset, self.ranks, "exchange", "contiguous", queries, keys, tasks,
+            pairs, self.machine, self.links, self.sight, self.starts, self.looked_at, versions,
+        )  # fmt: skip
 
     def _deal(self, balance: str) -> Deal:
         length, ranks = self.sizes.q_len, self.ranks
@@ -424,11 +428,14 @@ class _Maker:
         return cache(self.sight.pairs)
 
 
-def same_value(one: Any, other: Any) -> bool:
-    """Whether an operand is what a plan was made for, as far as a host can tell without waiting for a device."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one is other or (one.data_ptr() == other.data_ptr() and one.shape == other.shape)
-    return type(one) is type(other) and bool(one == other)
+def stands_on(plan: ShardPlan, name: str, given: Any) -> bool:
+    """Whether an operand is what a plan was made for, as far as a host can tell without waiting for a device: the same
+    memory, to which nothing was written since."""
+    known = plan.looked_at[name]
+    if isinstance(known, Tensor) and isinstance(given, Tensor):
+        is_same = known is given or (known.data_ptr() == given.data_ptr() and known.shape == given.shape)
+        return is_same and given._version == plan.versions[name]
+    return type(known) is type(given) and bool(known == given)
 
 
 # -- for people --------------------------------------------------------------------------------------------------------

@@ -96,6 +96,13 @@ def _refused(rank: int) -> list[str]:
     of_window = cp.plan(window, **sizes, window=8, strategy="exchange", balance="zigzag")
     wrong += told("window: the plan stands on another value; make a plan with this one",
                   lambda: cp.attention(window, q, k, v, plan=of_window, window=9))  # fmt: skip
+    documents = weft.Attention(mask=masks.causal & masks.document(weft.tensor("doc", 2, int)), name="documents")
+    doc = (torch.arange(32) // 9).expand(B, -1).contiguous()
+    of_documents = cp.plan(documents, **sizes, doc=doc, strategy="exchange", balance="contiguous")
+    cp.attention(documents, q, k, v, plan=of_documents, doc=doc)
+    doc[:, 5:] += 1
+    wrong += told("doc: the plan stands on another value",
+                  lambda: cp.attention(documents, q, k, v, plan=of_documents, doc=doc))  # fmt: skip
     wrong += told("window: missing", lambda: cp.attention(window, q, k, v, plan=of_window))
     if not torch.equal(cp.attention(causal, q, k, v, plan=plan), cp.attention(causal, q, k, v, plan=plan)):
         wrong.append("a call that is repeated gives other bits")
