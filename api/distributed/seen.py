@@ -24,7 +24,7 @@ from ..request import environment
 from .rows import Run, Runs, common, joined
 
 _TILES = 2048  # of an axis, that tensors are looked at in: a second of the host
-_ROWS = 1 << 7  # of a run, that are looked at one by one
+_ROWS = 1 << 5  # of a run, that are looked at one by one
 _HEADS = 8  # whose pairs are counted: they stand for all
 
 
