@@ -7,6 +7,8 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,87 +75,117 @@ BALANCES = ("contiguous", "zigzag", "striped", "pairs")
 KV_HEADS = [4, 2, 1]
 
 
-def compare(
-    cp: ContextParallel, name: str, strategy: str, balance: str, lengths: tuple[int, int], kv_heads: int,
-    dtype: torch.dtype = torch.float32, device: str = "cpu", overlaps: bool | None = None, starts: Sequence[int] = (),
-    widths: tuple[int, int] = (D, DV),
-) -> list[str]:  # fmt: skip
-    """out, lse and every gradient of a call over ranks, beside the definition in float64: what differs.
+@dataclass
+class Drawn:
+    """A call, whole, and what it is compared with."""
 
-    starts: of packed sequences, with lengths of the packed row.
-    """
+    variant: weft.Attention
+    shapes: dict[str, tuple[int, ...]]  # of query, key and value
+    whole: dict[str, Tensor]  # these, and tensor operands
+    numbers: dict[str, Any]
+    ends: tuple[Tensor, Tensor]  # gradients of out and lse
+    where: dict[str, Any]  # options that say where rows lie
+
+    @property
+    def learned(self) -> list[str]:
+        return [n for n, t in self.whole.items() if t.is_floating_point() and n != "pad"]
+
+    @property
+    def lse(self) -> dict[str, bool]:
+        return {"return_lse": True} if self.variant.normalizer == "softmax" else {}
+
+    def leaves(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {n: t.detach().clone().requires_grad_(n in self.learned) for n, t in tensors.items()}
+
+    def run(
+        self, call: Callable[..., Any], tensors: dict[str, Tensor], dout: Tensor, dlse: Tensor
+    ) -> dict[str, Tensor]:
+        """out, lse and gradients of a call of these tensors."""
+        operands = {n: t for n, t in tensors.items() if n not in self.shapes}
+        found = call(*(tensors[n] for n in self.shapes), **operands, **self.numbers, **self.lse)
+        out, lse = found if self.lse else (found, None)
+        loss = (out * dout.to(out.dtype)).sum()
+        if lse is not None:
+            loss = loss + (torch.where(lse == -torch.inf, 0.0, lse) * dlse.to(lse.dtype)).sum()
+        loss.backward()
+        gradients = {f"d{n}": tensors[n].grad for n in self.learned}
+        return {"out": out.detach(), **({} if lse is None else {"lse": lse.detach()}), **gradients}  # type: ignore[dict-item]
+
+    def defined(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """By the definition, in this dtype."""
+        tensors = self.leaves({n: t.to(dtype) if t.is_floating_point() else t for n, t in self.whole.items()})
+        return self.run(partial(self.variant.reference, **self.where), tensors, *self.ends)
+
+
+def drawn(
+    name: str,
+    lengths: tuple[int, int],
+    kv_heads: int,
+    dtype: torch.dtype,
+    starts: Sequence[int],
+    widths: tuple[int, int],
+) -> Drawn:
+    """A call of a variant. starts: of packed sequences, with lengths of the packed row."""
     variant, operands = variants(max(lengths))[name]
     rows, (width, value_width) = 1 if starts else B, widths
     shapes = {"query": (rows, H, lengths[0], width), "key": (rows, kv_heads, lengths[1], width),
               "value": (rows, kv_heads, lengths[1], value_width)}  # fmt: skip
     whole = {n: _drawn(*shape, seed=k + 10).to(dtype) for k, (n, shape) in enumerate(shapes.items())}
     whole |= {n: t for n, t in operands.items() if isinstance(t, Tensor)}
-    learned = {n for n, t in whole.items() if t.is_floating_point() and n != "pad"}
     numbers = {n: v for n, v in operands.items() if n not in whole}
+    where: dict[str, Any] = {"q_offset": 7} if lengths == (45, 80) else {}
+    if name == "bias" and lengths == (80, 45):
+        where = {"q_offset": 0}  # its table has no entries before the first key
     if starts:  # a row of an operand is that of a sequence
         whole |= {n: _drawn(len(starts) - 1, lengths[0], seed=5) * (n == "bias") for n in ("bias", "pad") if n in whole}
-    dout, dlse = _drawn(rows, H, lengths[0], value_width, seed=20), _drawn(rows, H, lengths[0], seed=21)
-    with_lse = variant.normalizer == "softmax"
-    offset = {"q_offset": 7} if lengths == (45, 80) else {}
-    if name == "bias" and lengths == (80, 45):
-        offset = {"q_offset": 0}  # its table has no entries before the first key
+        where = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), torch.tensor(starts, dtype=torch.int32))
+    ends = _drawn(rows, H, lengths[0], value_width, seed=20), _drawn(rows, H, lengths[0], seed=21)
+    return Drawn(variant, shapes, whole, numbers, ends, where)
 
-    def run(call: Callable[..., Any], tensors: dict[str, Tensor], dout: Tensor, dlse: Tensor) -> dict[str, Tensor]:
-        found = call(*(tensors[n] for n in shapes), **{n: t for n, t in tensors.items() if n not in shapes})
-        out, lse = found if with_lse else (found, None)
-        loss = (out * dout.to(out.dtype)).sum()
-        if lse is not None:
-            loss = loss + (torch.where(lse == -torch.inf, 0.0, lse) * dlse.to(lse.dtype)).sum()
-        loss.backward()
-        gradients = {f"d{n}": tensors[n].grad for n in learned}
-        return {"out": out.detach(), **({} if lse is None else {"lse": lse.detach()}), **gradients}  # type: ignore[dict-item]
 
-    def leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {n: t.detach().clone().requires_grad_(n in learned) for n, t in tensors.items()}
-
-    def exactly(dtype: torch.dtype) -> dict[str, Tensor]:
-        tensors = leaves({n: t.to(dtype) if t.is_floating_point() else t for n, t in whole.items()})
-        own = numbers | offset | ({"return_lse": True} if with_lse else {})
-        if starts:
-            own["cu_seqlens_q"] = own["cu_seqlens_kv"] = torch.tensor(starts, dtype=torch.int32)
-        return run(lambda *main, **given: variant.reference(*main, **given, **own), tensors, dout, dlse)
-
-    exact, plain = exactly(torch.float64), exactly(dtype)
-    looked_at = {n: v for n, v in operands.items() if (n == "doc" and not starts) or n in numbers}
-    packed = {"cu_seqlens": list(starts)} if starts else {}
-    plan = cp.plan(variant, **packed, batch=rows, heads=H, kv_heads=kv_heads, length=lengths[0], kv_length=lengths[1],
-                   head_dim=width, value_dim=value_width, dtype="fp32", strategy=strategy, balance=balance, **offset,
-                   **looked_at)  # fmt: skip
+def compare(
+    cp: ContextParallel, name: str, strategy: str, balance: str, lengths: tuple[int, int], kv_heads: int,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", overlaps: bool | None = None, starts: Sequence[int] = (),
+    widths: tuple[int, int] = (D, DV),
+) -> list[str]:  # fmt: skip
+    """out, lse and every gradient of a call over ranks, beside the definition in float64: what differs."""
+    call = drawn(name, lengths, kv_heads, dtype, starts, widths)
+    exact, plain = call.defined(torch.float64), call.defined(dtype)
+    looked_at = {"doc": call.whole["doc"]} if "doc" in call.whole and not starts else {}
+    where = {"cu_seqlens": list(starts)} if starts else call.where
+    plan = cp.plan(call.variant, **where, batch=1 if starts else B, heads=H, kv_heads=kv_heads, length=lengths[0],
+                   kv_length=lengths[1], head_dim=widths[0], value_dim=widths[1], dtype="fp32", strategy=strategy,
+                   balance=balance, **call.numbers, **looked_at)  # fmt: skip
     if overlaps is not None:
         plan.__dict__["overlaps"] = overlaps
-    shards = leaves({n: (cp.shard(t, plan) if n in shapes else t).to(device) for n, t in whole.items()})
+    shards = call.leaves({n: (cp.shard(t, plan) if n in call.shapes else t).to(device) for n, t in call.whole.items()})
     for n in plan.looked_at:
         if n in shards:
             plan.looked_at[n] = shards[n]  # type: ignore[index]
-    found = run(
-        lambda *main, **own: cp.attention(variant, *main, plan=plan, return_lse=with_lse, **own, **numbers),
-        shards, *(cp.shard(t, plan).to(device) for t in (dout, dlse)),
-    )  # fmt: skip
-    wrong = []
+    ends = (cp.shard(t, plan).to(device) for t in call.ends)
+    found = call.run(partial(cp.attention, call.variant, plan=plan), shards, *ends)
+    of_rows, wrong = {"out", "lse", *(f"d{n}" for n in call.shapes)}, []
     for n, right in exact.items():
-        is_row = n in ("out", "lse", *(f"d{m}" for m in shapes))
-        (expected, beside) = (cp.shard(t, plan) if is_row else t for t in (right, plain[n]))
-        error = (found[n].cpu().double() - expected).abs()
-        error = torch.where(found[n].cpu().double() == expected, 0.0, error)  # of infinities
-        allowed = (
-            2 * (beside.double() - expected).abs().nan_to_num(0.0).max().nan_to_num(0.0) if expected.numel() else 0
-        )
-        scale = expected.nan_to_num(neginf=0.0).abs().max() if expected.numel() else 1.0
-        unit = torch.finfo(dtype).eps
-        if not bool((error <= allowed + 8 * unit * (scale + 1e-3)).all()):
-            worst = error.nan_to_num(torch.inf).max().item()
-            wrong.append(
-                f"{name} {strategy} {balance} {lengths} Hkv {kv_heads} rank {cp.rank} of {cp.ranks}: {n}: {worst}"
-            )
+        expected, beside = (cp.shard(t, plan) if n in of_rows else t for t in (right, plain[n]))
+        if (off := error_of(found[n].cpu().double(), expected, beside.double(), torch.finfo(dtype).eps)) is not None:
+            ranks = f"rank {cp.rank} of {cp.ranks}"
+            wrong.append(f"{name} {strategy} {balance} {lengths} Hkv {kv_heads} {ranks}: {n}: {off}")
     whole_out = cp.unshard(found["out"], plan)
     if not torch.equal(cp.shard(whole_out, plan), found["out"]) or whole_out.shape[2] != lengths[0]:
         wrong.append(f"{name} {strategy} {balance}: unshard")
     return wrong
+
+
+def error_of(found: Tensor, expected: Tensor, plain: Tensor, unit: float) -> float | None:
+    """The largest error, where one is more than twice that of plain torch and some roundings; None where none is."""
+    if not expected.numel():
+        return None
+    error = torch.where(found == expected, 0.0, (found - expected).abs())  # of infinities
+    allowed = 2 * torch.where(plain == expected, 0.0, (plain - expected).abs()).max()
+    scale = expected.nan_to_num(neginf=0.0).abs().max()
+    if bool((error <= allowed + 8 * unit * (scale + 1e-3)).all()):
+        return None
+    return float(error.nan_to_num(torch.inf).max())
 
 
 def is_taken(strategy: str, ranks: int, kv_heads: int) -> bool:
