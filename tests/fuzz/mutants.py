@@ -208,7 +208,7 @@ _TRUNCATED = "torch.div(torch.as_tensor({0}), torch.as_tensor({1}), rounding_mod
 _ON_CPU: dict[str, Defect] = {
     "tile_bound_rounded_down": Instead(_TILES, "_upward", _downward),
     "full_tile_too_early": Instead(_TILES, "_rows", _full_too_early),
-    "kv_head_of_another_group": InText(r"all_heads // group,", "(all_heads // group).flip(0),"),
+    "kv_head_of_another_group": InText(r"all_heads // group,", "(all_heads // group + 1) % kv_heads,"),
     "floor_div_truncates": Instead("codegen.dialects", "Printer._division", _truncating),
     "lse_in_base_2": InText(r"(mantissa\.log2\(\)\)) \* LN_2", r"\1"),
     "dlse_added": InText(r"minus_delta \+ dlse", "minus_delta - dlse"),
