@@ -348,6 +348,8 @@ class _Sharded(torch.autograd.Function):
                         total.add(there, found[name])
             if wanted & {"key", "value"}:
                 returns.append(work.routes[step].give_back(of_key.result(), of_value.result()))
+            if len(returns) > 1:  # a ring holds gradients of two steps at most
+                returns.pop(0).add_to(dkey, dvalue)
         for portion, variant, call in work.sinks():
             rows = work.rows(portion)
             given = given_at(rows, out, lse, dout, dlse)

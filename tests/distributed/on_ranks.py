@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from torch import Tensor
 import weft
 from weft import batch, group, head, kv_head, kv_len, kv_pos, masks, q_len, q_pos, score, scores
 from weft.distributed import ContextParallel
+
+from ..models.test_distributed import free_port
 
 slopes, bias, table = weft.tensor("slopes", 1), weft.tensor("bias", 2), weft.tensor("table", 2)
 pad, doc, sinks = weft.tensor("pad", 2), weft.tensor("doc", 2, int), weft.tensor("sinks", 1)
@@ -208,12 +209,6 @@ def cases(number: int | None) -> list[tuple[Any, ...]]:
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def _child(
     rank: int, ranks: int, port: int, folder: Path, work: Callable[[int], Sequence[str]], timeout: float, backend: str
 ) -> None:
