@@ -51,6 +51,17 @@ def calls_of(function: Callable[[], Any]) -> int:
     return min(found) - 2  # itself, and the end of the profile
 
 
+def lost_by_a_cache(module: Any, cache: Any, x: Tensor) -> float:
+    """Relative error of a module's last token, whose cache has those before it. x: [2, L, width]."""
+    expected, rows = module(x)[:, -1:], x.shape[1] - 1
+    sequences = [cache.allocate(), cache.allocate()]
+    with cache.extend(sequences, [rows, rows]) as step:
+        module(x[:, :-1], cache=step)
+    with cache.extend(sequences, [1, 1]) as step:
+        last = module(x[:, -1:], cache=step)
+    return float((last - expected).norm() / expected.norm())
+
+
 def poisoned(
     shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu", blhd: bool = False, seed: int = 0
 ) -> Tensor:
