@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/distributed.py
     torchrun --nproc-per-node 2 benchmarks/distributed.py --rows window,documents --json found.json
+    python benchmarks/distributed.py --predicted      the table of docs/distributed.md, which needs no GPU
 
 Each figure is the median of several forwards and backwards, timed by events on rank 0 between barriers. `alone` is the
 whole call on one GPU. `torch` is its ring over scaled_dot_product_attention, which has causal masks and none.
@@ -151,12 +152,37 @@ def by_torch(row: Row, turns: int) -> float | str:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
 
 
+def predicted() -> None:
+    """What the model says of more devices, as Markdown."""
+    print("| mask, tokens | devices | strategy | balance | times one device | bound by | others |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    full = weft.Attention(name="full")
+    packed = {"cu_seqlens": list(range(0, 512 * K + 1, 8 * K))}
+    rows: list[tuple[str, weft.Attention, int, dict[str, Any]]] = [
+        ("causal, 128k", CAUSAL, 128 * K, {}), ("causal, 1M", CAUSAL, K * K, {}), ("full, 128k", full, 128 * K, {}),
+        ("window 4096, 1M", RECENT, K * K, {"window": 4096}), ("64 x 8k, causal", CAUSAL, 512 * K, packed),
+    ]  # fmt: skip
+    for name, variant, length, given in rows:
+        for ranks in (8, 64, 1024):
+            made = weft.distributed.plan(
+                variant, ranks=ranks, heads=32, kv_heads=8, length=length, head_dim=128, device="h100", **given
+            )
+            others = "; ".join(f"{who.split(',')[0]} {gain:.1f}" for who, _, gain in made.others)
+            found = made.predicted
+            print(
+                f"| {name} | {ranks} | {made.strategy} | {made.balance} | {found.gain:.1f} | {found.bound} | {others} |"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="rows whose name has one of these")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--predicted", action="store_true", help="of more devices, by the model")
     given = parser.parse_args()
+    if given.predicted:
+        return predicted()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     wanted = [r for r in ROWS if any(part in r.name for part in given.rows.split(","))]
