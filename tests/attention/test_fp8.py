@@ -83,6 +83,21 @@ def operands(target, per=("head", "head", "head"), dtypes=(None, E4M3, E4M3), ro
     return tensors, options
 
 
+MASKED = weft.Attention(mask=(kv_pos // 16 == q_pos // 16) | (kv_pos <= q_pos), name="blocks_or_causal")
+
+
+def with_fp8_values(widths, rows, dtype, key_is_fp8, value_dtype, per, device="cpu"):
+    """Operands whose value is FP8, with descales or without (per=None), and the options of a call."""
+    query, key = (poisoned((2, h, rows, widths[0]), dtype, device, seed=h) for h in (4, 2))
+    value, options = poisoned((2, 2, rows, widths[1]), torch.float32, device, seed=1), {}
+    key = key.to(E4M3) if key_is_fp8 else key
+    if per is None:
+        value = value.to(value_dtype)
+    else:
+        value, options["v_descale"] = weft.fp8.quantize(value, per=per, dtype=value_dtype)
+    return (query, key, value), options
+
+
 def check_lse(name):
     return name not in ("sigmoid", "relu")
 
@@ -130,6 +145,15 @@ def test_all_operands_in_fp8_with_descales_of_any_kind(per, target: str) -> None
 def test_any_of_the_operands_may_be_fp8(dtypes, target: str) -> None:
     tensors, options = operands(target, dtypes=dtypes)
     check(CAUSAL, tensors, target, **options)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("per", [None, "head", 64, "token"])
+@pytest.mark.parametrize("key_is_fp8", [True, False])
+def test_values_in_fp8_beside_keys_in_either(key_is_fp8, per, target: str) -> None:
+    """The CPU's share of test_fp8_on_gpu.py."""
+    tensors, options = with_fp8_values((32, 16), 33, QUERIES[target], key_is_fp8, E5M2, per)
+    check(MASKED, tensors, target, **options)
 
 
 @pytest.mark.parametrize("target", TARGETS)
