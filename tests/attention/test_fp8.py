@@ -230,6 +230,27 @@ def test_descales_far_from_one_are_exact(target: str) -> None:
         assert ((out - exact).norm(dim=-1) <= 2.0**-9 * exact.norm(dim=-1)).all()
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("rows", "schedule"), [(40, None), (2, "split_kv")])
+def test_small_weights_of_small_descales_keep_their_bits(rows: int, schedule, target: str) -> None:
+    """In fp16 weights times descales over the largest would be subnormal: rounded by more than fp16 rounds the output.
+
+    The first key has nearly all the weight, the largest descale, and a value of 0: the output is what the others add.
+    """
+    tensors, options = operands(target, per=("head", "head", "token"), rows=(rows, 130))
+    query, key, value = tensors
+    query[:], key[:, :, 0] = 0.5, 3.5  # a score of 10 more than the others
+    key[:, :, 1:] = (torch.randn_like(key[:, :, 1:].float()) / 4).to(E4M3)
+    value[:, :, 0] = 0.0
+    options |= {"k_descale": torch.ones(2, 2, 1, 1), "v_descale": torch.full((2, 2, 130, 1), 2.0**-3)}
+    options["v_descale"][:, :, 0] = 2.0**4
+    given = {**options, "out_dtype": torch.float32}
+    out = CAUSAL(query, key, value, target=target, schedule=schedule if target == "interpret" else None, **given)
+    exact = CAUSAL.reference(query, key, value, **given)
+    assert exact.norm(dim=-1)[..., -1].min() > 0
+    assert ((out - exact).norm(dim=-1) <= 2.0**-7 * exact.norm(dim=-1)).all()
+
+
 # -- the output --------------------------------------------------------------------------------------------------------
 def test_the_dtype_of_the_output() -> None:
     (query, key, value), options = operands("cpu")
