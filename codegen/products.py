@@ -72,6 +72,21 @@ def store(result: Tensor, x: Tensor, y: Tensor, factor: float) -> None:
         result.copy_(multiply(x, y, factor).view(result.shape))
 
 
+def where_seen(dout: Tensor, lse: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """The gradient [B, Hq, L, Dv], 0 in rows that see nothing: a weight of 0 times NaN would be NaN.
+
+    lse [B, Hq, L] tells which rows these are, where it is -inf of them alone; else out, which is 0, and is looked at if
+    the gradient is not finite.
+    """
+    if lse is not None:
+        if math.isfinite(lse.sum()):
+            return dout
+        return dout.masked_fill((lse == -math.inf)[..., None], 0.0)
+    if out is None or math.isfinite(dout.sum()):
+        return dout
+    return dout.masked_fill((out == 0.0).all(-1, keepdim=True), 0.0)
+
+
 def one_dnn_product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """`product`, of one head in float32 by oneDNN, which takes a thousand times as long where rows of w have gaps."""
     if x.shape[0] == 1 and w.shape[1] > FEW_ROWS and x.dtype == torch.float32 and (linear := one_dnn_linear()):

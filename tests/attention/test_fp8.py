@@ -83,6 +83,21 @@ def operands(target, per=("head", "head", "head"), dtypes=(None, E4M3, E4M3), ro
     return tensors, options
 
 
+MASKED = weft.Attention(mask=(kv_pos // 16 == q_pos // 16) | (kv_pos <= q_pos), name="blocks_or_causal")
+
+
+def with_fp8_values(widths, rows, dtype, key_is_fp8, value_dtype, per, device="cpu"):
+    """Operands whose value is FP8, with descales or without (per=None), and the options of a call."""
+    query, key = (poisoned((2, h, rows, widths[0]), dtype, device, seed=h) for h in (4, 2))
+    value, options = poisoned((2, 2, rows, widths[1]), torch.float32, device, seed=1), {}
+    key = key.to(E4M3) if key_is_fp8 else key
+    if per is None:
+        value = value.to(value_dtype)
+    else:
+        value, options["v_descale"] = weft.fp8.quantize(value, per=per, dtype=value_dtype)
+    return (query, key, value), options
+
+
 def check_lse(name):
     return name not in ("sigmoid", "relu")
 
@@ -130,6 +145,15 @@ def test_all_operands_in_fp8_with_descales_of_any_kind(per, target: str) -> None
 def test_any_of_the_operands_may_be_fp8(dtypes, target: str) -> None:
     tensors, options = operands(target, dtypes=dtypes)
     check(CAUSAL, tensors, target, **options)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("per", [None, "head", 64, "token"])
+@pytest.mark.parametrize("key_is_fp8", [True, False])
+def test_values_in_fp8_beside_keys_in_either(key_is_fp8, per, target: str) -> None:
+    """The CPU's share of test_fp8_on_gpu.py."""
+    tensors, options = with_fp8_values((32, 16), 33, QUERIES[target], key_is_fp8, E5M2, per)
+    check(MASKED, tensors, target, **options)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -204,6 +228,27 @@ def test_descales_far_from_one_are_exact(target: str) -> None:
         given = {"k_descale": options["k_descale"] * 2.0**-8, "v_descale": v_descale, "out_dtype": torch.float32}
         out, exact = CAUSAL(*tensors, target=target, **given), CAUSAL.reference(*tensors, **given)
         assert ((out - exact).norm(dim=-1) <= 2.0**-9 * exact.norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("rows", "schedule"), [(40, None), (2, "split_kv")])
+def test_small_weights_of_small_descales_keep_their_bits(rows: int, schedule, target: str) -> None:
+    """In fp16 weights times descales over the largest would be subnormal: rounded by more than fp16 rounds the output.
+
+    The first key has nearly all the weight, the largest descale, and a value of 0: the output is what the others add.
+    """
+    tensors, options = operands(target, per=("head", "head", "token"), rows=(rows, 130))
+    query, key, value = tensors
+    query[:], key[:, :, 0] = 0.5, 3.5  # a score of 10 more than the others
+    key[:, :, 1:] = (torch.randn_like(key[:, :, 1:].float()) / 4).to(E4M3)
+    value[:, :, 0] = 0.0
+    options |= {"k_descale": torch.ones(2, 2, 1, 1), "v_descale": torch.full((2, 2, 130, 1), 2.0**-3)}
+    options["v_descale"][:, :, 0] = 2.0**4
+    given = {**options, "out_dtype": torch.float32}
+    out = CAUSAL(query, key, value, target=target, schedule=schedule if target == "interpret" else None, **given)
+    exact = CAUSAL.reference(query, key, value, **given)
+    assert exact.norm(dim=-1)[..., -1].min() > 0
+    assert ((out - exact).norm(dim=-1) <= 2.0**-7 * exact.norm(dim=-1)).all()
 
 
 # -- the output --------------------------------------------------------------------------------------------------------

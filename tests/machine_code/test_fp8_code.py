@@ -139,6 +139,16 @@ def test_small_weights_of_a_sigmoid_keep_their_range() -> None:
     assert flash.count(r"mma\.sync[\w.]*\.bf16\.bf16\.f32") > 0 < flash.count(r"mma\.sync[\w.]*\.f16\.f16\.f32")
 
 
+@pytest.mark.parametrize("q_len", [1, 256])
+def test_weights_of_fp16_are_scaled_by_the_division_by_the_largest_descale(q_len: int) -> None:
+    """2**15 is the numerator of a reciprocal, one a tile; of bf16, whose range is wide, nothing is scaled."""
+    found = compiled(per="token", q_len=q_len, schedule="split_kv" if q_len == 1 else None)
+    (own,) = (kernel for name, kernel in found.items() if name in ("flash_forward", "split_forward"))
+    assert own.count("0f47000000") == 2  # two loops
+    sigmoid = weft.Attention(normalizer="sigmoid", name="sigmoids")
+    assert compiled(per="token", variant=sigmoid)["flash_forward"].count("0f47000000") == 0
+
+
 @pytest.mark.parametrize(("device", "dtype"), [("a100", E5M2), ("mi300x", E4M3), ("b200", E4M3)])
 def test_other_cards(device: str, dtype: torch.dtype) -> None:
     assert compiled((torch.bfloat16, dtype, dtype), device=device).keys() == {"flash_forward"}

@@ -19,6 +19,13 @@ TITLES = {
     "no attention": "Never call Weft: they have an attention of their own, or none. Their numbers are those of `eager`",
     "not built": "Not built small by the sweep, so not looked at",
 }  # fmt: skip
+UNBUILT = {  # reasons in a few words, by what transformers says
+    "has lists and numbers by layer that only a checkpoint's configuration has": r"homogeneous|NoneType.*(len|//|subscr)|"
+    r"(len\(\)|subscriptable)|KeyError: \d|tie_weights_keys",
+    "runs inside of another model, whose states it takes": r"shared_kv_states|'state'|action_embeds|inputs_embeds. are .None",
+    "takes images in pairs, or beside prompts and masks": r"5D tensor|prompt_pixel|merge_sizes|288, 288|448",
+    "takes sounds that its own feature extractor makes": r"[Aa]udio|input_features|expected input\[2, 64, \d+\]|mono",
+}
 
 
 def write(results: Sequence[Found]) -> None:
@@ -73,6 +80,9 @@ def reason(found: Found) -> str:
             return f"needs {missing[1]}"
         if "million parameters" in found.why or "no configuration" in found.why:
             return "stays larger than 110 million parameters by every recipe, or has no input that is known"
+        for why, words in UNBUILT.items():
+            if re.search(words, found.why):
+                return why
         inputs = r"missing|specif|unpack|multipl|[Dd]imension|shape|size|channel|has to be|tensor|NoneType|index out"
         return (
             "asks for inputs that the sweep does not make"

@@ -106,7 +106,16 @@ NEEDED: list[tuple[str, dict[str, Any]]] = [
     (r"^(chameleon|emu3)$", {"vocabulary_map": {"<image>": 4}}),
     (r"^(mimi|kyutai|csm|pocket)", {"upsample_groups": 64}),
     (r"^gemma3n_text$", {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"] * 2,
-                         "num_hidden_layers": 4}),
+                         "num_hidden_layers": 4, "intermediate_size": [64] * 4,
+                         "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]}),
+    (r"^diffusion_gemma", {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}),
+    (r"^deepseek_ocr2", {"mlp_layer_types": ["dense", "sparse", "sparse"]}),
+    (r"^ernie4_5_vl_moe_text$", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                                     "mrope_section": [3, 3, 2]}}),
+    (r"^(blip-2|instructblip|instructblipvideo)$", {"image_token_index": 5, "image_token_id": 5, "video_token_index": 5,
+                                                    "video_token_id": 5}),
+    (r"^kosmos-2$", {"latent_query_num": 4}),
+    (r"^autoformer$", {"label_length": 4}),
     (r"^xmod$", {"languages": ["en_XX"], "default_language": "en_XX"}),
 ]  # fmt: skip
 
