@@ -42,7 +42,7 @@ def _counter(attention: Attention, r: Request, options: Mapping[str, Any]) -> tu
     measured = _measures(code)
     survey = facts.survey if measured and not missing else None
     lines = (*facts.kv_tiles.body, *facts.q_tiles.body)
-    decisive = [attention.folded_mask] if survey else [line.value for line in lines]
+    decisive = [attention.canonical.folded_mask] if survey else [line.value for line in lines]
     levels = watched_in(facts, r.backward.code if r.backward else None, options) if survey is None else ()
     read = {name for value in decisive for name in symbols(value)} | differ_by(levels)
     offset = options.get("q_offset")
@@ -205,7 +205,7 @@ def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:
 
     try:
         offset = options.get("q_offset") if r.sequences is None else None
-        by_batch = "batch" in symbols(attention.folded_mask)
+        by_batch = "batch" in symbols(attention.canonical.folded_mask)
         found = parts.parts_of(r.sizes, offset, r.sequences, by_batch)
         return made(parts.summed_pairs([(_visible_pairs(attention, p, r.head_dim, options), n) for p, n in found]))
     except WeftError:
@@ -223,13 +223,13 @@ def _visible_pairs(
     """Pairs that see each other, by the mask itself; None where operands that it reads are missing."""
     sizes, offset = part.sizes, part.q_offset
     heads, rows = sizes.batch * sizes.heads, sizes.q_len
-    if not attention.is_masked:
+    if not attention.canonical.is_masked:
         return VisiblePairs(heads * rows * sizes.kv_len, heads * rows, heads * rows)
     values = {operand.name: options.get(operand.name) for operand in mask_operands(attention)}
     if isinstance(offset, Tensor) or not all(isinstance(v, (int, float, Tensor)) for v in values.values()):
         return None
     values = {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in values.items()}
-    read = symbols(attention.folded_mask)
+    read = symbols(attention.canonical.folded_mask)
     batches, different = sizes.batch if "batch" in read else 1, sizes.heads if read & {"head", "kv_head"} else 1
     of = some_heads(batches, different, HEADS_COUNTED)
     each = sizes.kv_len * len(of)

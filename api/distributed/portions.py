@@ -37,7 +37,7 @@ class Portions:
         whole: Attention = placed(plan.attention, packed=plan.starts is not None)
         self.plan, self.names = plan, names_beside(plan.attention)
         self.with_sink, self.others = variant_of(whole), variant_of(without_sink(whole))
-        self.has_sink = whole.folded_sink is not None
+        self.has_sink = whole.canonical.folded_sink is not None
         self.portions, self.sinks, self.packed = cache(self._portions), cache(self._sinks), cache(self._packed)
 
     def _portions(self, rank: int) -> list[list[Portion]]:
@@ -105,7 +105,7 @@ class Joined:
 
     def __init__(self, query: Tensor, width: int, parts: Portions) -> None:
         facts = parts.with_sink.facts
-        self.is_far, self.sums = facts.scores_lie_far, not facts.attention.weighs.saves_lse
+        self.is_far, self.sums = facts.scores_lie_far, not facts.attention.canonical.weighs.saves_lse
         self.parts, self.query = parts, query
         batch, heads, rows = query.shape[:3]
         self.shape = batch, heads, rows, width
@@ -224,7 +224,7 @@ class Sums:
 
 def operand_names(variant: Attention) -> list[str]:
     """The tensor operands, in order."""
-    return [p.name for p in variant.parameters if isinstance(p, TensorOperand)]
+    return [p.name for p in variant.canonical.parameters if isinstance(p, TensorOperand)]
 
 
 class Given(NamedTuple):

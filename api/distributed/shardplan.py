@@ -300,7 +300,7 @@ def refuse(attention: Attention) -> None:
             f"{attention.name}: latent attention is not divided over ranks by sequence; expand keys and values, and "
             "call a variant without latent="
         )
-    if attention.drops:
+    if attention.canonical.drops:
         raise UnavailableError(
             f"{attention.name}: dropout is not divided over ranks by sequence: its draws count rows from 0 on each; "
             "use train=False, or dropout=0"

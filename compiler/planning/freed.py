@@ -17,7 +17,7 @@ from .signature import Signature
 
 def is_freed(gradient: OperandGradient, signature: Signature, facts: Facts) -> bool:
     """Whether a gradient is such a sum, and one whose mean derivative may be large."""
-    has_delta = facts.attention.weighs.saves_lse and signature.rounds_output
+    has_delta = facts.attention.canonical.weighs.saves_lse and signature.rounds_output
     return has_delta and gradient.kind in ("total", "row") and not _is_multiple_of_product(gradient.derivative)
 
 

@@ -46,7 +46,7 @@ def operands_of(variant):
         "pad": torch.where(torch.arange(400) % 5 == 3, -1e9, 0.0).repeat(NUMBER, 1),
         "doc": torch.stack([torch.arange(400) // n for n in (30, 50, 7, 30, 130, 300)]),
     }
-    return {p.name: known[p.name] for p in variant.parameters}
+    return {p.name: known[p.name] for p in variant.canonical.parameters}
 
 
 def sequences_of(kind, offset):
@@ -132,7 +132,7 @@ def of_definition(variant, tensors, operands, lengths, offset, dout, dtype, want
 
 def reference_of(variant, *tensors, **options):
     """out and lse; NaN of each row for a variant that has no log-sum-exp."""
-    if variant.weighs.saves_lse:
+    if variant.canonical.weighs.saves_lse:
         return variant.reference(*tensors, **options, return_lse=True)
     out = variant.reference(*tensors, **options)
     return out, torch.full_like(out[..., 0], torch.nan)
@@ -292,7 +292,7 @@ def check_forward(variant, kind, dim, heads=2, kv_heads=1, offset=None, operands
     call = Call(query, key, value, None, operands, sequences, Choices(), dim)
     results = {"out": torch.full_like(query, torch.nan), "lse": torch.full(query.shape[:3], torch.nan)}
     launch(variant, call, results)
-    for n, name in enumerate(results if variant.weighs.saves_lse else ["out"]):
+    for n, name in enumerate(results if variant.canonical.weighs.saves_lse else ["out"]):
         check_errors(results[name], exact[n], usual[n], f"{variant.name} {kind} {name}")
 
 

@@ -37,7 +37,7 @@ def given_to(variant, around=0.0):
         "sinks_of": torch.randn(6, 2, generator=generator) + around,
         "pad": VARIANTS["far"][1]["pad"], "doc": VARIANTS["documents"][1]["doc"],
     }  # fmt: skip
-    return {p.name: known[p.name] for p in variant.parameters}
+    return {p.name: known[p.name] for p in variant.canonical.parameters}
 
 
 def check_sinks(variant, kind, target, around=0.0, **options):

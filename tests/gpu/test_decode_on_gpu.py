@@ -40,7 +40,7 @@ def operands_of(name):
         "doc": (torch.arange(2048) // 450).repeat(8, 1),
         "pad": torch.where(torch.arange(2048) % 5 == 3, -1e9, 0.0).repeat(5, 1),
     }  # fmt: skip
-    return {p.name: given[p.name].cuda() for p in VARIANTS[name].parameters}
+    return {p.name: given[p.name].cuda() for p in VARIANTS[name].canonical.parameters}
 
 
 def operands(q_len=5, heads=8, kv_heads=2, dim=128, value_dim=None, dtype=torch.bfloat16):
@@ -246,7 +246,10 @@ def check_latent(name, heads, q_len, lens, page=0, form=None, dtype=torch.bfloat
     width = variant.latent.rank + variant.latent.rope
     query = torch.randn(5, q_len, heads, width, device=device, dtype=dtype).transpose(1, 2)
     known = torch.randn(5, 1, rows, width, device=device, dtype=dtype)
-    cache, own = known.clone(), {p.name: torch.linspace(-0.3, 0.6, heads, device=device) for p in variant.parameters}
+    cache, own = (
+        known.clone(),
+        {p.name: torch.linspace(-0.3, 0.6, heads, device=device) for p in variant.canonical.parameters},
+    )
     more = {"q_offset": rows - q_len}
     if lens is not None:
         more = {"kv_lens": torch.tensor(lens, device=device, dtype=torch.int32)}
