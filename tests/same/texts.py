@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import weft
-from weft.codegen.loader import TEMPLATES
+from weft.codegen.loader import text_without_holes
 from weft.compiler.planning.machines.hardware import by_name
 from weft.runtime.driver import compile_kernels
 
@@ -53,7 +53,7 @@ def without_holes(only: str) -> Iterator[tuple[str, dict[str, str]]]:
     They are compared like a triple named "every variant", where that name has `only` in it.
     """
     if only in _EVERY:
-        yield _EVERY, {kernel: (TEMPLATES / "triton" / f"{kernel}.py.jinja").read_text() for kernel in _FIXED}
+        yield _EVERY, {kernel: text_without_holes(kernel) for kernel in _FIXED}
 
 
 # -- machine code ------------------------------------------------------------------------------------------------------
