@@ -13,8 +13,8 @@ from .compiler.analysis.tiles.measured import Measurement
 from .compiler.analysis.tiles.programs import tile_runs
 from .compiler.analysis.tiles.results import TileProgram
 from .compiler.planning import picture
+from .compiler.planning.pairs import pair_blocks
 from .compiler.planning.records import Shape
-from .describe import pair_blocks
 from .ir.attention import Attention
 from .ir.errors import Problem, WeftError, collected, counted, shown
 from .ir.numbers import is_int

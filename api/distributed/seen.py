@@ -14,8 +14,8 @@ from ..compiler.analysis.tiles.facts import facts_of
 from ..compiler.analysis.tiles.measured import Measurement, Visited
 from ..compiler.analysis.tiles.pairs import visible_pairs
 from ..compiler.analysis.tiles.programs import tile_runs
+from ..compiler.planning.pairs import pair_blocks
 from ..compiler.planning.records import Shape
-from ..describe import pair_blocks
 from ..ir.attention import Attention
 from ..ir.errors import Problem, collected
 from ..ir.expr import TensorOperand

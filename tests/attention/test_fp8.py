@@ -218,8 +218,10 @@ def test_the_dtype_of_the_output() -> None:
         assert CAUSAL.reference(query, key, value, out_dtype=dtype, **options).dtype == dtype
     plain = torch.randn(1, 1, 4, 16)
     assert CAUSAL(plain, plain, plain, out_dtype=torch.float32).dtype == torch.float32
-    with pytest.raises(weft.WeftError, match="out_dtype: expected torch.float32 as the query is, got torch.bfloat16"):
+    said = "out_dtype: expected torch.float32 as the query is, got torch.bfloat16"
+    with pytest.raises(weft.WeftError, match=said) as raised:
         CAUSAL(plain, plain, plain, out_dtype=torch.bfloat16)
+    assert (raised.value.option, raised.value.got) == ("out_dtype", "torch.bfloat16")
     with pytest.raises(weft.WeftError, match="out_dtype: expected torch.bfloat16, .*, got torch.float8_e4m3fn"):
         CAUSAL(query, key, value, out_dtype=E4M3)
 
@@ -258,8 +260,9 @@ def test_calls_under_torch_compile_and_by_the_op() -> None:
 def test_descales_that_are_none(descale, message: str) -> None:
     (query, key, value), _ = operands("cpu")
     for call in (CAUSAL, CAUSAL.reference):
-        with pytest.raises(weft.WeftError, match=message):
+        with pytest.raises(weft.WeftError, match=message) as raised:
             call(query, key, value, k_descale=descale)
+        assert raised.value.option == "k_descale" and (raised.value.got or raised.value.next_step)
 
 
 def test_operands_that_do_not_fit() -> None:
