@@ -16,18 +16,17 @@ from weft.runtime.call import Call, Choices, Lengths, Packed, Paged
 from weft.runtime.run.gradients import operand_gradients
 
 from ..support import check_errors, mostly, poisoned
+from . import cases
+from .cases import CAUSAL, doc, pad
 from .gluon import portable_module
 from .test_flash_on_hopper import joined, launch
 
 pytest.importorskip("triton")
 
-CAUSAL = weft.Attention(mask=masks.causal, name="causal")
-sinks_of, pad, doc = weft.tensor("sinks_of", 2), weft.tensor("pad", 2), weft.tensor("doc", 2, int)
+sinks_of = weft.tensor("sinks_of", 2)
 VARIANTS = {
-    "dense": weft.Attention(name="dense"),
-    "causal": CAUSAL,
+    **{name: cases.VARIANTS[name] for name in ("dense", "causal", "cap")},
     "window": weft.Attention(mask=masks.sliding_window(50), name="window"),
-    "cap": weft.Attention(20.0 * weft.tanh(score / 20.0), masks.causal, name="cap"),
     "lengths": weft.Attention(score * (1.0 + 0.002 * q_len) + 0.1 * batch, masks.causal, name="lengths"),
     "sunk": CAUSAL.replace(sink=sinks_of[batch, head], name="sunk"),
     "far": weft.Attention(score + pad[batch, kv_pos], masks.causal, name="far"),
