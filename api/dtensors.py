@@ -61,7 +61,7 @@ def of_shards(
     assert query is not None
     call = _Shards(attention, query, main["key"])  # type: ignore[arg-type]
     local = {n: None if t is None else call.local(t, call.of_main(n, t), n) for n, t in main.items()}
-    tensors = {p.name for p in attention.parameters if isinstance(p, TensorOperand)}
+    tensors = {p.name for p in attention.canonical.parameters if isinstance(p, TensorOperand)}
     own = {
         n: call.local(t, call.of_operand(n), n) if n in tensors and isinstance(t, Tensor) else t
         for n, t in operands.items()
@@ -135,7 +135,7 @@ class _Shards:
                 f"{', '.join(sorted(bad))}: a shard counts from 0, so that what is computed of it would differ; read a "
                 "tensor at it instead, as in table[head], or call on local tensors"
             )
-        if self.attention.drops and any(self.divided):
+        if self.attention.canonical.drops and any(self.divided):
             raise self._refuse(
                 "dropout: which weights are dropped follows from batch row and head, which a shard counts from 0; "
                 "call on local tensors (to_local()) with a seed of each process"
@@ -232,7 +232,7 @@ class _Shards:
 
 def _reads(attention: Attention) -> dict[str, Expr]:
     """By text: loads, and symbols that are used other than as an index by themselves."""
-    return {n.text: n for part in attention.expressions for n in _uses(part)}
+    return {n.text: n for part in attention.canonical.expressions for n in _uses(part)}
 
 
 def _uses(node: Expr) -> Iterator[Expr]:

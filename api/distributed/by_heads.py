@@ -30,7 +30,7 @@ def attended(
     query, key, value = (_ToHeads.apply(cp, deal, tensor, heads) for tensor, (deal, heads) in sides)
     variant = _variant(plan)
     names = names_beside(plan.attention)
-    read = {p.name for p in variant.parameters}
+    read = {p.name for p in variant.canonical.parameters}
     beside: dict[str, Any] = {names.head: rank * sizes.heads // ranks}
     where: dict[str, Any] = {}
     if plan.starts is None:

@@ -121,16 +121,16 @@ class ContextParallel:
                 f"{attention.name}: ContextParallel.attention is not traced by torch.compile; compile the layers "
                 "around it"
             )
-        operands = {n: v for n, v in operands.items() if n not in attention.unread}  # as other calls do
+        operands = {n: v for n, v in operands.items() if n not in attention.canonical.unread}  # as other calls do
         problem = self._problem(attention, query, key, value, plan, operands)
-        if return_lse and not attention.weighs.saves_lse:
+        if return_lse and not attention.canonical.weighs.saves_lse:
             what = f"the normalizer {attention.normalizer} has no log-sum-exp"
             raise WeftError.of(str(attention.name), Problem(option="return_lse", what=what))
         if self.agreement is not None:
             self.agreement.check(_told(attention, query, key, value, plan, operands, return_lse), problem)
         if problem is not None:
             raise problem
-        own = {p.name: p for p in attention.parameters}
+        own = {p.name: p for p in attention.canonical.parameters}
         given = {n: v if isinstance(v, Tensor) else as_number(v, KINDS[own[n].dtype])
                  for n, v in operands.items() if n in own}  # fmt: skip
         if plan.strategy == "heads":
@@ -226,7 +226,7 @@ def _told(
     shapes = [f"{n} {[*t.shape]} {str(t.dtype)[6:]}" for n, t in operands.items() if isinstance(t, Tensor)]
     numbers = [f"{n}={v!r}" for n, v in operands.items() if not isinstance(v, Tensor)]
     return {
-        "variant": f"{attention.name} ({attention.digest})",
+        "variant": f"{attention.name} ({attention.canonical.digest})",
         "plan": plan.told,
         "dtypes": ", ".join(str(t.dtype)[6:] for t in (query, key, value) if isinstance(t, Tensor)),
         "operands": "; ".join((*shapes, *numbers)),

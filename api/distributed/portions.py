@@ -54,7 +54,7 @@ class Portions:
         whole: Attention = placed(plan.attention, group=group, packed=plan.starts is not None)
         self.plan, self.names = plan, names_beside(plan.attention)
         self.with_sink, self.others = variant_of(whole), variant_of(without_sink(whole))
-        self.has_sink = whole.folded_sink is not None
+        self.has_sink = whole.canonical.folded_sink is not None
         self.portions, self.sinks, self.packed = cache(self._portions), cache(self._sinks), cache(self._packed)
         self.most = cache(self._most)
 
@@ -139,7 +139,7 @@ class Joined:
 
     def __init__(self, query: Tensor, width: int, parts: Portions, most: int) -> None:
         facts = parts.with_sink.facts
-        self.is_far, self.sums = facts.scores_lie_far, not facts.attention.weighs.saves_lse
+        self.is_far, self.sums = facts.scores_lie_far, not facts.attention.canonical.weighs.saves_lse
         self.query, self.shape = query, (*query.shape[:3], width)
         self.pieces, self.keeps_wide = Pieces(-2, -1), most > 2
 
@@ -229,7 +229,7 @@ class OperandSums:
 
 def operand_names(variant: Attention) -> list[str]:
     """The tensor operands, in order."""
-    return [p.name for p in variant.parameters if isinstance(p, TensorOperand)]
+    return [p.name for p in variant.canonical.parameters if isinstance(p, TensorOperand)]
 
 
 class Given(NamedTuple):

@@ -385,7 +385,7 @@ def refuse(attention: Attention) -> None:
             f"{attention.name}: latent attention is not divided over ranks by sequence; expand keys and values, and "
             "call a variant without latent="
         )
-    if attention.drops:
+    if attention.canonical.drops:
         raise UnavailableError(
             f"{attention.name}: dropout is not divided over ranks by sequence: its draws count rows from 0 on each; "
             "use train=False, or dropout=0"
@@ -402,7 +402,7 @@ def _loads_by_head(attention: Attention) -> bool:
 @lru_cache(maxsize=64)
 def _has_row_sums(attention: Attention) -> bool:
     """Whether gradients of operands are sums over the keys of rows that rounding of the output would spoil."""
-    names = frozenset(p.name for p in attention.parameters if isinstance(p, TensorOperand))
+    names = frozenset(p.name for p in attention.canonical.parameters if isinstance(p, TensorOperand))
     return any(map(is_row_sum, variant_of(attention).facts.operand_gradients(names)))
 
 

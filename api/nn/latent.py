@@ -119,7 +119,7 @@ class LatentAttention(nn.Module):
             vector = cache.keys(self.layer)
             options = {**cache.options_of(self.layer), **options}
             form = "absorbed" if cache.block_table is not None else form
-        if self.variant.drops:
+        if self.variant.canonical.drops:
             options.setdefault("train", self.training)
         uk, uv = self._key_and_value_weights()
         out = self.variant(query, vector, uk=uk, uv=uv, form=form, **options)

@@ -17,7 +17,7 @@ from .signature import Signature
 
 def is_freed(gradient: OperandGradient, signature: Signature, facts: Facts) -> bool:
     """Whether a gradient is such a sum. A call with a part of the keys cannot tell the error from its sums."""
-    has_delta = facts.attention.weighs.saves_lse and signature.rounds_output and not signature.part
+    has_delta = facts.attention.canonical.weighs.saves_lse and signature.rounds_output and not signature.part
     return has_delta and is_row_sum(gradient)
 
 

@@ -77,7 +77,7 @@ def over_ranks(
         strategy = "exchange"
     numbers: dict[str, Any] = dict(call.scalars)
     operands = {n: t for n, t in built.tensors.items() if n not in built.names}
-    read = {p.name for p in variant.parameters}
+    read = {p.name for p in variant.canonical.parameters}
     looked_at = {n: t for n, t in operands.items() if n in read and random.random() < 0.5}
     decisive = weft.distributed.seen.decisive_tensors(variant)
     looked_at |= {n: t for n, t in operands.items() if n in decisive}
