@@ -26,7 +26,7 @@ class Agreement:
         self.rank, self.ranks, self.calls = dist.get_rank(group), len(ranks), 0
 
     def check(self, told: Mapping[str, str], problem: Exception | None) -> None:
-        """told: what a rank calls, by the name of each thing, short. problem: what is wrong with its call.
+        """told: what a rank calls, by the name of each thing, short; first what it calls. problem: what is wrong.
 
         Raises WeftError on every rank where they differ, or where one has a problem, saying which rank and what. The
         rank that has a problem raises that itself.
@@ -37,7 +37,7 @@ class Agreement:
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         mine = torch.tensor([digest, int(problem is None) * _SOUND])
         every = torch.empty(2 * self.ranks, dtype=torch.int64)
-        name = told.get("variant", "").split(" ")[0]
+        name = next(iter(told.values()), "").split(" ")[0]
         try:
             all_gather(every, mine, self.group)
             digests, sound = every.view(-1, 2).unbind(1)

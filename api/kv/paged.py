@@ -52,8 +52,8 @@ class PagedCache(Cache):
             )
         if page == ranks and dtype in FP8 and scale != "head":
             raise WeftError(
-                f"{type(self).__name__}: page: expected {2 * ranks} or more beside a descale for each token, got {page}; "
-                "pass scale='head'"
+                f"{type(self).__name__}: page: expected {2 * ranks} or more beside a descale for each token, got "
+                f"{page}; pass scale='head'"
             )
         super().__init__(
             blocks, page, layers, kv_heads, head_dim, value_dim, latent, dtype, device,
