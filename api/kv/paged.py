@@ -74,8 +74,8 @@ class PagedCache(Cache):
             zeros = partial(torch.zeros, dtype=torch.int32, device=self.device)
             tensors = (zeros(sequences), zeros(sequences), zeros(sequences, length), zeros(sequences, length) - 1)
             own_lens = None if self.share.ranks == 1 else zeros(sequences)
-            given = (*tensors, zeros(sequences, pages))
-            return self._makes_step(self, (), (), (), given, None, "fixed", None, own_lens)
+            table = zeros(sequences, pages)
+            return self._makes_step(self, (), (), (), (*tensors, table), None, "fixed", None, own_lens)
 
     def __repr__(self) -> str:
         u = self.usage
