@@ -65,9 +65,9 @@ def _of_parts(group: Group, parts: Sequence[Tensor]) -> list[Tensor]:
     each = -(-rows // ranks)
     sent = _Packed.room([(ranks, each, p.shape[1]) for p in parts], parts)
     for room, part in zip(sent.tensors, parts):
-        flat = room.view(-1, part.shape[1])
-        flat[:rows].copy_(part)
-        flat[rows:].zero_()
+        room.zero_()  # the last ranks may have fewer rows, or none
+        for own, rows_of_rank in zip(room, part.split(each)):
+            own[: len(rows_of_rank)].copy_(rows_of_rank)
     received = sent.like(ranks)
     dist.all_to_all_single(received.bytes, sent.bytes, group=group.group)
     own = _of_all(received.tensors)
