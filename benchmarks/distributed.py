@@ -8,8 +8,8 @@
 Rows of decode are one step of single tokens over a paged cache that the ranks hold together, in one layer; `alone` is
 the same step over a cache of one GPU. `compared` has the ranks compare each call before they join its results.
 
-Each other figure is the median of several forwards and backwards, timed by events on rank 0 between barriers. `alone` is the
-whole call on one GPU. `torch` is its ring over scaled_dot_product_attention, which has causal masks and none.
+Each other figure is the median of several forwards and backwards, timed by events on rank 0 between barriers. `alone`
+is the whole call on one GPU. `torch` is its ring over scaled_dot_product_attention, which has causal masks and none.
 """
 
 from __future__ import annotations

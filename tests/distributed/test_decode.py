@@ -386,7 +386,8 @@ def _served(ways: Ways) -> list[str]:
                 x = x + layer.o_proj(cache.cache.unshard(out).transpose(1, 2).flatten(2))
             return x
 
-    wrong, sizes = [], {"layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
+    wrong: list[str] = []
+    sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
     prompts, counts = prompts_of([9, 6, 7, 10], shared=range(5)), [22, 20, 18, 14]
     alone = [Model().alone(p, n) for p, n in zip(prompts, counts)]
     for divide, mixed in (("sequence", False), ("sequence", True), ("heads", True)):
