@@ -18,6 +18,7 @@ from weft import masks
 from weft.distributed import ShardedDenseCache, ShardedPagedCache
 from weft.kv import DenseCache, OutOfBlocksError, PagedCache
 
+from .fuzz import work as drawn_at_random
 from .on_ranks import DV, B, D, H, error_of, on_ranks, variants
 
 pytestmark = [
@@ -405,7 +406,8 @@ PARTS = (_as_one, _prefixes, _large, _mistakes, _served)
 
 def _some(rank: int) -> list[str]:
     ways = Ways(rank)
-    return [*_every_variant(ways, 40), *itertools.chain(*(part(ways) for part in PARTS)), *_without_one(ways)]
+    wrong = [*_every_variant(ways, 40), *itertools.chain(*(part(ways) for part in PARTS))]
+    return [*wrong, *drawn_at_random(rank, 10, "steps", 4, decodes=True), *_without_one(ways)]
 
 
 def _every(rank: int) -> list[str]:
