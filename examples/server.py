@@ -117,7 +117,8 @@ def cache_of(given: argparse.Namespace, config: Config, device: torch.device) ->
     if not dist.is_initialized():
         return PagedCache(given.blocks, page=16, **sizes)
     ranks = dist.get_world_size() if given.divide == "sequence" else 1  # a block has 16 tokens of each rank
-    return ShardedPagedCache(-(-given.blocks // ranks), **{given.divide: dist.group.WORLD}, **sizes)
+    group: dict[str, Any] = {given.divide: dist.group.WORLD}
+    return ShardedPagedCache(-(-given.blocks // ranks), **group, **sizes)
 
 
 def device_of_this_process() -> torch.device:

@@ -313,16 +313,17 @@ class _Sharded(Cache):
 class ShardedPagedCache(_Sharded, PagedCache):
     """A PagedCache that ranks hold together: each has some key heads, or every n-th token, of all sequences.
 
-        cache = ShardedPagedCache(1024, sequence=group, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-        with cache.extend([a, b], [1, 1]) as step:  # the same on every rank
-            step.append(0, key, value)  # [2, 8, 1, 128], all of it
-            out = step.attend(0, variant, query)  # [2, Hq, 1, 128], the same on every rank
+    Steps, keys, values and results are the same on every rank:
 
-    heads: a process group, or a DeviceMesh with one dimension, whose ranks divide the key heads; where there are more
-    ranks than heads, several have the same one. sequence: ranks that divide the tokens: token t lies on rank t % n of
+    >>> with cache.extend([a, b], [1, 1]) as step:                              # doctest: +SKIP
+    ...     step.append(0, key, value)
+    ...     out = step.attend(0, variant, query)
+
+    heads: a process group, or a DeviceMesh with one dimension, whose ranks divide the key heads. Where there are more
+    ranks than heads, several have the same one. sequence: ranks that divide the tokens. Token t lies on rank t % n of
     them, so that causal masks and windows are even work. Both may be given, of a mesh with two dimensions. All ranks
-    of a dimension call the same in the same order: they compare sequences, tokens and calls, or at most the steps
-    (agree="steps"), or nothing (agree=False).
+    call the same in the same order. They compare sizes, steps and calls; with agree="steps" no calls, and with
+    agree=False nothing.
     kv_heads: of all ranks. page: tokens of a block, n times a power of two; 16 n where not given. The others are those
     of PagedCache. Lengths, forks, prefixes that are found again and swaps are those of whole sequences; bytes are those
     of this rank. Raises WeftError for sizes that ranks cannot divide.

@@ -27,9 +27,9 @@ def interleaved(variant: Variant, division: Division) -> Variant:
     """The variant for the keys and heads of a rank.
 
     Positions, lengths and heads keep their meaning: kv_pos --> ranks * kv_pos + first_key. Bounds of causal masks and
-    windows stay in closed form, so that tiles without a visible key are skipped as on one device. What the result reads
-    beside the variant's own operands has the names of `names_beside`: the rank among those that share the sequence,
-    the lengths of the sequences, int32 [B], and the number of the first head.
+    windows stay in closed form, so that tiles without a visible key are skipped as on one device. The result reads
+    more operands, with the names of `names_beside`: `first_key` is the rank among those that share the sequence,
+    `kv_len` the lengths of sequences, int32 [B], and `head` the number of the first head.
     """
     own, mapping = names_beside(variant), dict[str, Expr]()
     if division.ranks > 1:
