@@ -401,7 +401,44 @@ def _served(ways: Ways) -> list[str]:
     return wrong
 
 
-PARTS = (_as_one, _prefixes, _large, _mistakes, _served)
+def _modules(ways: Ways) -> list[str]:
+    """Modules with a cache of two ranks give what they give with one of this process."""
+    if ways.rank > 1:
+        return []
+    from weft import nn
+
+    torch.manual_seed(3)
+    x, wrong, slopes = torch.randn(1, 9, 32), list[str](), torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    biased = weft.Attention(weft.scores.alibi(weft.tensor("slopes", 1))(weft.score), masks.causal, name="biased")
+    plain = nn.Attention(32, 4, 2, variant=biased, rope=nn.Rotary(8))
+    latent = nn.LatentAttention(32, heads=4, kv_lora=16, nope=8, rope_dim=8)
+    heads: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
+    vectors: dict[str, Any] = {"latent": weft.Latent(rank=16, rope=8), "dtype": torch.float32}
+    by_rank = plain.shard(ways.rank, 2)
+
+    def decoded(module: Any, cache: Any, **more: Any) -> Tensor:
+        a, parts = cache.allocate(), []
+        for rows in x.split([7, 1, 1], 1):
+            with torch.no_grad(), cache.extend([a], [rows.shape[1]]) as step:
+                parts.append(module(rows, cache=step, **more))
+        return torch.cat(parts, 1)
+
+    given = {"slopes": slopes}
+    expected = decoded(plain, PagedCache(4, **heads), **given)
+    for name, division, module in (("sequence", "sequence", plain), ("shard", "heads", by_rank)):
+        found = decoded(module, ShardedPagedCache(4, **{division: ways.two}, **heads), **given)
+        if module is by_rank:
+            dist.all_reduce(found, group=ways.two)
+        wrong += _close(f"nn.Attention {name}", found, expected)
+    for module in (latent, latent.absorb()):
+        for kind in KINDS:
+            shared, one = KINDS[kind]
+            found = decoded(module, shared(sequence=ways.two, **vectors))
+            wrong += _close(f"{type(module).__name__} {kind}", found, decoded(module, one(**vectors)))
+    return wrong
+
+
+PARTS = (_as_one, _prefixes, _large, _mistakes, _served, _modules)
 
 
 def _some(rank: int) -> list[str]:
