@@ -102,10 +102,10 @@ class ShardedStep(Step):
         if found is None:
             assert problem is not None
             raise problem
-        out, lse = found
+        (out, lse), wants_lse = found, bool(given.get("return_lse"))
         if cache.by_sequence.ranks > 1:
-            out, lse = joined(cache.by_sequence, out, lse)
-        if not given.get("return_lse"):
+            out, lse = joined(cache.by_sequence, out, lse, wants_lse)
+        if not wants_lse:
             return out
         assert lse is not None
         return out, Attention._shown(lse)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..merging import lse_and_shares
 from .collectives import all_gather
 from .portions import _far as far_lse_and_shares
 
@@ -25,26 +24,27 @@ class Group(NamedTuple):
     ranks: int
 
 
-def joined(group: Group, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def joined(group: Group, out: Tensor, lse: Tensor | None, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     """out [B, Hq, L, Dv] and lse over the keys of all ranks, from those over the keys of each. All get the same bits.
 
     lse: [B, Hq, L]; [2, B, Hq, L], two statistics of a row, where scores may lie far from 0; or None, for normalizers
-    whose results are summed. Sums are in float32, or in float64. A result of few rows goes to all ranks at once. Of
-    many rows each rank joins a part, and gives that to the others: two exchanges, of less.
+    whose results are summed. wants_lse: without it None is given in the place of lse, and less is launched. Sums are
+    in float32, or in float64. A result of few rows goes to all ranks at once. Of many rows each rank joins a part, and
+    gives that to the others: two exchanges, of less.
     """
     if not out.numel():
         return out, lse
     rows = out.reshape(-1, out.shape[-1])
     parts = [rows] if lse is None else [rows, lse.reshape(-1, len(rows)).T]
     if rows.numel() * rows.element_size() <= MOST_GATHERED or group.ranks == 2:
-        found = _of_all(_gathered(group, parts))
+        found = _of_all(_gathered(group, parts), wants_lse)
     else:
-        found = _of_parts(group, parts)
+        found = _of_parts(group, parts, wants_lse)
     whole = found[0].view(out.shape)
-    return whole, None if lse is None else found[1].T.reshape(lse.shape)
+    return whole, found[1].T.reshape(lse.shape) if lse is not None and wants_lse else None
 
 
-def _of_all(parts: Sequence[Tensor]) -> list[Tensor]:
+def _of_all(parts: Sequence[Tensor], wants_lse: bool) -> list[Tensor]:
     """Joins what ranks found: out [ranks, rows, Dv] and, where there are such, statistics [ranks, rows, 1 or 2]."""
     out = parts[0]
     wide = torch.promote_types(out.dtype, torch.float32)
@@ -54,12 +54,14 @@ def _of_all(parts: Sequence[Tensor]) -> list[Tensor]:
     if statistics.shape[1] == 2:
         lse, shares = far_lse_and_shares(statistics)
     else:
-        lse, shares = lse_and_shares(statistics[:, 0])
-        lse = lse[None]
-    return [(shares[..., None] * out.to(wide)).sum(0).to(out.dtype), lse.T]
+        of_ranks = statistics[:, 0]
+        shares = torch.where(of_ranks == -torch.inf, 0.0, of_ranks.softmax(0))  # no rank may have seen a key
+        lse = of_ranks.logsumexp(0)[None] if wants_lse else of_ranks
+    whole = (shares[..., None] * out.to(wide)).sum(0).to(out.dtype)
+    return [whole, lse.T] if wants_lse else [whole]
 
 
-def _of_parts(group: Group, parts: Sequence[Tensor]) -> list[Tensor]:
+def _of_parts(group: Group, parts: Sequence[Tensor], wants_lse: bool) -> list[Tensor]:
     """The same, where each rank joins its part of the rows."""
     rows, ranks = len(parts[0]), group.ranks
     each = -(-rows // ranks)
@@ -70,7 +72,7 @@ def _of_parts(group: Group, parts: Sequence[Tensor]) -> list[Tensor]:
             own[: len(rows_of_rank)].copy_(rows_of_rank)
     received = sent.like(ranks)
     dist.all_to_all_single(received.bytes, sent.bytes, group=group.group)
-    own = _of_all(received.tensors)
+    own = _of_all(received.tensors, wants_lse)
     return [whole.flatten(0, 1)[:rows] for whole in _gathered(group, own)]
 
 
