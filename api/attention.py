@@ -199,7 +199,12 @@ class Attention(Methods, Declaration):
         except (RuntimeError, TypeError, LookupError, ArithmeticError, ValueError, AttributeError) as error:
             self._explain(call, options, error)
             raise
-        return (out, _lse(lse)) if options.return_lse else out
+        return (out, self._shown(lse)) if options.return_lse else out
+
+    @staticmethod
+    def _shown(lse: Tensor) -> Tensor:
+        """[B, Hq, L], of what an op gives, which keeps two statistics of a row where scores may lie far from 0."""
+        return lse.sum(0) if lse.dim() == 4 else lse.contiguous()
 
     def _elsewhere(
         self, main: Main, options: CallOptions, operands: Mapping[str, Any], head_dim: int | None
@@ -214,7 +219,7 @@ class Attention(Methods, Declaration):
         if not torch.compiler.is_compiling():
             return None
         out, lse = in_graphs.traced(self, self._internals, main, options, operands, head_dim)
-        return (out, _lse(lse)) if options.return_lse else out
+        return (out, self._shown(lse)) if options.return_lse else out
 
     def _nested(self, query: Any, key: Any, value: Any, options: CallOptions, operands: Mapping[str, Any]) -> Result:
         """A call whose sizes cannot be told apart: of nested tensors, or of none. The error is being handled."""
@@ -343,11 +348,6 @@ def parse_attention(text: str) -> Attention:
     """The variant that `str(variant)` printed."""
     declared = parse.parse_attention(text)
     return Attention(**{field.name: getattr(declared, field.name) for field in dataclasses.fields(declared)})
-
-
-def _lse(saved: Tensor) -> Tensor:
-    """[B, Hq, L]: what an op gives, which keeps two statistics of a row where scores may lie far from 0."""
-    return saved.sum(0) if saved.dim() == 4 else saved.contiguous()
 
 
 def _as_method(function: Any, name: str, defined: bool) -> Any:

@@ -3,9 +3,13 @@
     torchrun --nproc-per-node 2 benchmarks/distributed.py
     torchrun --nproc-per-node 2 benchmarks/distributed.py --rows window,documents --json found.json
     python benchmarks/distributed.py --predicted      the table of docs/distributed.md, which needs no GPU
+    torchrun --nproc-per-node 2 benchmarks/distributed.py --rows decode
 
-Each figure is the median of several forwards and backwards, timed by events on rank 0 between barriers. `alone` is the
-whole call on one GPU. `torch` is its ring over scaled_dot_product_attention, which has causal masks and none.
+Rows of decode are one step of single tokens over a paged cache that the ranks hold together, in one layer; `alone` is
+the same step over a cache of one GPU. `compared` has the ranks compare each call before they join its results.
+
+Each other figure is the median of several forwards and backwards, timed by events on rank 0 between barriers. `alone`
+is the whole call on one GPU. `torch` is its ring over scaled_dot_product_attention, which has causal masks and none.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from torch import Tensor
 
 import weft
 from weft import kv_pos, masks, q_pos
-from weft.distributed import ContextParallel
+from weft.distributed import ContextParallel, ShardedPagedCache
+from weft.kv import PagedCache
 
 window, doc = weft.scalar("window", int), weft.tensor("doc", 2, int)
 CAUSAL = weft.Attention(mask=masks.causal, name="causal")
@@ -62,6 +67,31 @@ ROWS = [
     Row("documents of 8k, 512k H8", DOCUMENTS, 512 * K, 8, 8, {"doc": 8 * K}),
     Row("packed 1k to 64k, 512k H8", CAUSAL, 512 * K, 8, 8, starts=uneven(512 * K, K, 64 * K)),
 ]
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """A step of so many sequences of one length."""
+
+    name: str
+    variant: weft.Attention
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    divide: str = "sequence"  # or "heads"
+    operands: dict[str, Any] = field(default_factory=dict)
+
+
+DECODE_ROWS = [
+    DecodeRow("decode 1 x 1M H32/8", CAUSAL, 1, 1024 * K, 32, 8),
+    DecodeRow("decode 8 x 128k H32/8", CAUSAL, 8, 128 * K, 32, 8),
+    DecodeRow("decode 8 x 128k H32/8, by heads", CAUSAL, 8, 128 * K, 32, 8, "heads"),
+    DecodeRow("decode 64 x 8k H32/8", CAUSAL, 64, 8 * K, 32, 8),
+    DecodeRow("decode 64 x 8k H32/1", CAUSAL, 64, 8 * K, 32, 1),
+    DecodeRow("decode 64 x 8k H32/8, window 4096", RECENT, 64, 8 * K, 32, 8, operands={"window": 4096}),
+]
+ROWS_OF_A_BLOCK = 64  # on each rank
 
 
 def timed(call: Callable[[], Any], turns: int) -> float:
@@ -128,6 +158,46 @@ def measured(row: Row, turns: int) -> dict[str, Any]:
     found |= zip([f"alone {n}" for n in names], both_and_memory(alone, row, row.length, turns))
     if row.by_torch:
         found["torch both"] = by_torch(row, turns)
+    return found
+
+
+def filled(cache: PagedCache, row: DecodeRow) -> Any:
+    """A step that reads so many random rows."""
+    for pool in (cache.keys(), cache.values()):
+        pool.normal_()
+    sequences = [cache.allocate() for _ in range(row.batch)]
+    cache.extend(sequences, [row.length] * row.batch).commit()  # rows are there already
+    return cache.view(sequences)
+
+
+def decoded(row: DecodeRow, turns: int) -> dict[str, Any]:
+    """Times of a step, in ms."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    sizes: dict[str, Any] = {"kv_heads": row.kv_heads, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
+    query = torch.randn(row.batch, row.heads, 1, 128, device="cuda", dtype=torch.bfloat16)
+    dist.broadcast(query, 0)
+    found: dict[str, Any] = {"row": row.name}
+    for name, agree in (("step", "steps"), ("compared", True), ("alone", None)):
+        shares = ranks if row.divide == "sequence" and agree is not None else 1
+        page = ROWS_OF_A_BLOCK * shares
+        blocks = row.batch * -(-row.length // page)
+        if agree is None:
+            step = filled(PagedCache(blocks, page=page, **sizes), row)
+            own = query
+        else:
+            group = {row.divide: dist.group.WORLD}
+            cache = ShardedPagedCache(blocks, page=page, agree=agree, **group, **sizes)  # type: ignore[arg-type]
+            step, own = filled(cache, row), cache.shard(query)
+        with torch.inference_mode():
+            found[name] = timed(lambda: step.attend(0, row.variant, own, **row.operands), turns) * 1e3  # noqa: B023
+        found[f"{name} GiB"] = step.cache.usage.bytes / 2**30
+    if rank == 0:
+        print(
+            f"{row.name:<34} step {found['step']:7.3f} ms ({found['compared']:.3f} compared), alone "
+            f"{found['alone']:7.3f}: {found['alone'] / found['step']:.2f}x, {found['step GiB']:.2f} of "
+            f"{found['alone GiB']:.2f} GiB",
+            flush=True,
+        )
     return found
 
 
@@ -200,6 +270,7 @@ def main() -> None:
                 f"{torchs}",
                 flush=True,
             )
+    results += [decoded(r, given.turns) for r in DECODE_ROWS if any(p in r.name for p in given.rows.split(","))]
     if given.json is not None and dist.get_rank() == 0:
         given.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": results}, indent=1))
     dist.destroy_process_group()

@@ -96,13 +96,13 @@ class Attention(nn.Module):
             if is_sharded(query):
                 rotation = replicated(rotation[0], query), replicated(rotation[1], query)
             query, key = self.rope.rotate(query, rotation), self.rope.rotate(key, rotation)
-        if cache is not None:
-            cache.append(self.layer, key, value)
-            key, value = cache.keys(self.layer), cache.values(self.layer)
-            options = {**cache.options_of(self.layer), **options}
         if self.variant.canonical.drops:
             options.setdefault("train", self.training)
-        out = self.variant(query, key, value, **options)
+        if cache is not None:
+            cache.append(self.layer, key, value)
+            out = cache.attend(self.layer, self.variant, query, **options)
+        else:
+            out = self.variant(query, key, value, **options)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _check_part(self, heads: int, kv_heads: int) -> None:

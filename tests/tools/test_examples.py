@@ -1,7 +1,10 @@
 """Every example runs, with small settings, and prints what it promises."""
 
 import importlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -194,6 +197,24 @@ def test_the_server_answers_as_the_model_does_alone(more: list[str], capsys: pyt
     assert "answers that the model gives alone, without a cache, too: 5 of 5" in output
     swapped = re.search(r"(\d+) more shared; .* (\d+) swapped out", output)
     assert swapped is not None and int(swapped[1]) >= 4 * 64 and int(swapped[2]) > 0
+
+
+def test_the_server_answers_on_two_ranks_as_on_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """Started by torchrun, with a cache that both hold, by tokens and by heads."""
+    arguments = ["--steps=2", "--requests=4", "--new=24", "--blocks=12"]
+    load("server").main(arguments)
+
+    def digest(output: str) -> str:
+        assert "too: 4 of 4" in " ".join(output.split())
+        return re.findall(r"digest of all answers: (\w+)", output)[0]
+
+    alone = digest(capsys.readouterr().out)
+    for divide in ("sequence", "heads"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+                   str(EXAMPLES / "server.py"), *arguments, f"--divide={divide}"]  # fmt: skip
+        found = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert found.returncode == 0, found.stderr
+        assert digest(found.stdout) == alone and "ShardedPagedCache" in found.stdout
 
 
 def test_the_server_answers_from_a_cache_of_fp8(capsys: pytest.CaptureFixture[str]) -> None:
