@@ -102,6 +102,14 @@ class ContextParallel:
             )
         return _Whole.apply(self, deal, tensor, dim)
 
+    def share(self, tensor: Tensor) -> Tensor:
+        """The same tensor, of whose gradient this rank gets an equal share.
+
+        `attention` gives each rank the whole gradient of an operand. A parameter whose gradients something else sums
+        over these ranks, as FSDP and DDP do, goes through this, so that it counts once.
+        """
+        return _Share.apply(tensor, self.ranks)
+
     # -- attention -----------------------------------------------------------------------------------------------------
     def attention(
         self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, *, plan: ShardPlan,
@@ -358,6 +366,17 @@ class _Sharded(torch.autograd.Function):
             returned.add_to(dkey, dvalue)
         found = {**sums.result(state.cp.group), "key": dkey.to(key.dtype), "value": dvalue.to(value.dtype)}
         return None, *(found[n] if n in wanted else None for n in every)
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / ctx.ranks, None
 
 
 class _Whole(torch.autograd.Function):
