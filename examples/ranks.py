@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 Work = Callable[..., None]  # what a rank does, given `device=`
 
@@ -30,7 +30,7 @@ def on_ranks(work: Work, ranks: int) -> None:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    multiprocessing.spawn(_child, (ranks, port, work), nprocs=ranks)  # type: ignore[no-untyped-call]
+    spawn(_child, (ranks, port, work), nprocs=ranks)
 
 
 def _child(rank: int, ranks: int, port: int, work: Work) -> None:

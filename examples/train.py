@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
 from char_gpt import Text, python_manual
 from ranks import on_ranks
 from rich.console import Console
@@ -27,6 +26,8 @@ from rich.live import Live
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
@@ -84,14 +85,16 @@ class Rows:
         }  # fmt: skip
         self.positions = cp.rows(next(iter(self.plans.values())))
 
+        # not compiled, as its neighbours may be: it sends and receives
+        self.attend: Callable[..., Tensor] = torch.compiler.disable(self._attend)
+
     def own(self, tokens: Tensor) -> Tensor:
         """This rank's rows of tokens [B, L]."""
         return self.cp.shard(tokens, next(iter(self.plans.values())), dim=1)
 
-    @torch.compiler.disable  # its neighbours are compiled: it sends and receives
-    def attend(self, kind: str, query: Tensor, key: Tensor, value: Tensor, learned: dict[str, Tensor]) -> Tensor:
+    def _attend(self, kind: str, query: Tensor, key: Tensor, value: Tensor, learned: Mapping[str, Tensor]) -> Tensor:
         """[B, Hq, rows, D] of this rank's rows."""
-        shares = {name: self.cp.share(tensor) for name, tensor in learned.items()}
+        shares: dict[str, Any] = {name: self.cp.share(tensor) for name, tensor in learned.items()}
         out: Tensor = self.cp.attention(
             VARIANTS[kind], query, key, value, plan=self.plans[kind], deterministic=self.deterministic,
             **self.numbers[kind], **shares,
@@ -182,9 +185,11 @@ class Trainer:
     def _flops(self) -> float:
         """Of the products of a step: a forward, and twice as much backward."""
         tokens = self.settings.batch * self.settings.length
-        weights = sum(m.weight.numel() for m in self.model.modules() if isinstance(m, nn.Linear))
-        pairs = sum(sum(self.rows.plans[block.kind].pairs) for block in self.model.blocks)
-        return 3 * (2 * tokens * weights + 4 * self.settings.batch * self.config.width * pairs)
+        weights: int = sum(m.weight.numel() for m in self.model.modules() if isinstance(m, nn.Linear))
+        pairs = sum(sum(self.rows.plans[str(block.kind)].pairs) for block in self.model.blocks)
+        of_pairs = 4.0 * self.config.heads * self.config.head_dim * pairs
+        found: float = 3.0 * (2.0 * tokens * weights + of_pairs * int(self.settings.batch))
+        return found
 
     def batch(self) -> Tensor:
         """Tokens [B, L + 1] of this group: of the whole batch, which is the same on every mesh, its rows."""
@@ -208,7 +213,7 @@ class Trainer:
         self.step += 1
         mean = loss.detach()
         dist.all_reduce(mean)
-        return mean.item()  # waits for the device
+        return float(mean)  # waits for the device
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
     def _state(self) -> dict[str, Any]:
@@ -217,7 +222,7 @@ class Trainer:
 
     def save(self) -> None:
         """Each rank writes its own shards."""
-        checkpoint.save(self._state(), checkpoint_id=self.settings.out / f"step-{self.step:08d}")
+        save(self._state(), checkpoint_id=self.settings.out / f"step-{self.step:08d}")
 
     def load(self) -> bool:
         """Go on from the last checkpoint, of any mesh; False where there is none."""
@@ -225,7 +230,7 @@ class Trainer:
         if not whole:
             return False
         state = self._state()
-        checkpoint.load(state, checkpoint_id=whole[-1])
+        load(state, checkpoint_id=whole[-1])
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
                        optim_state_dict=state["optimizer"])  # fmt: skip
         self.step = int(state["step"])
