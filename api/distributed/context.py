@@ -407,8 +407,8 @@ class _Whole(torch.autograd.Function):
 
 # -- DTensors ----------------------------------------------------------------------------------------------------------
 @lru_cache(maxsize=16)
-def _of_mesh(mesh: DeviceMesh, dim: int) -> ContextParallel:
-    return ContextParallel(mesh, dim, balance="contiguous")  # rows as DTensors have them
+def _of_mesh(mesh: DeviceMesh, dim: int, balance: str) -> ContextParallel:
+    return ContextParallel(mesh, dim, balance=balance)
 
 
 @lru_cache(maxsize=256)
@@ -430,17 +430,18 @@ def _planned(
 
 def over_mesh(
     mesh: DeviceMesh, dim: int, attention: Attention, tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple[int, int],
-    operands: Mapping[str, Any], options: CallOptions,
+    operands: Mapping[str, Any], options: CallOptions, balance: str = "contiguous",
 ) -> Any:  # fmt: skip
-    """out, or (out, lse), of this process's rows of a sequence that a dimension of the mesh divides into neighbours.
+    """out, or (out, lse), of this process's rows of a sequence that a dimension of the mesh divides.
 
-    tensors: its rows of query, key and value. lengths: of all queries and keys. operands: whole.
+    tensors: its rows of query, key and value. lengths: of all queries and keys. operands: whole. balance: how rows are
+    dealt, as neighbours where it is not given, which is how DTensors have them.
     """
     query, key, value = tensors
     sizes = Shape(query.shape[0], query.shape[1], key.shape[1], *lengths, query.shape[3], value.shape[3],
                   DTYPES[query.dtype])  # fmt: skip
     q_offset = lengths[1] - lengths[0] if options.q_offset is None else as_number(options.q_offset, int)
-    cp, decisive = _of_mesh(mesh, dim), decisive_tensors(attention)
+    cp, decisive = _of_mesh(mesh, dim, balance), decisive_tensors(attention)
     numbers = {n: v for n, v in operands.items() if not isinstance(v, Tensor)}
     if decisive:
         plan = _planned(cp, attention, sizes, q_offset, numbers | {n: operands[n] for n in decisive if n in operands})
