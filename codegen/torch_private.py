@@ -76,7 +76,7 @@ def _region_of(function: Any) -> Region | None:
     if not module.startswith("torch.distributed.tensor.experimental"):
         return None
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
-    options = getattr(sys.modules.get(module), "_cp_options", None)
+    options: Any = getattr(sys.modules.get(module), "_cp_options", None)
     if "device_mesh" not in cells or not hasattr(options, "enable_load_balance"):
         return Region(None, bool)
     return Region(cells["device_mesh"].cell_contents, lambda: bool(options.enable_load_balance))

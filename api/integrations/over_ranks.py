@@ -107,7 +107,9 @@ class Sharded:
         # a plan that stands on tensors, such as those of padding at the left of chunks, holds for these alone
         plan_of = self._planned if decisive else self._plan
         plan = plan_of(variant, sizes, tuple((numbers | decisive).items()))
-        own = {n: self.cp.share(v) if isinstance(v, Tensor) and v.requires_grad else v for n, v in operands.items()}
+        own: dict[str, Any] = {
+            n: self.cp.share(v) if isinstance(v, Tensor) and v.requires_grad else v for n, v in operands.items()
+        }
         found: Tensor = self.cp.attention(
             variant, query, key, value, plan=plan, deterministic=deterministic, **own
         )  # fmt: skip

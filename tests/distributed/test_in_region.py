@@ -69,13 +69,11 @@ def refused(mesh: Any, whole: Tensor) -> list[str]:
     mla = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=8, rope=8), scale=1.0, name="mla")
     wrong, local = [], whole.clone()
     with context_parallel(mesh, buffers=[local], buffer_seq_dims=[2]):
-        lens, row = torch.tensor([16, 16], dtype=torch.int32), local[..., 0, :, 0].contiguous()
+        lens, bias = torch.tensor([16, 16], dtype=torch.int32), local[..., 0, :, 0].contiguous()
         calls: dict[str, Any] = {
             "kv_lens: not known where the sequence is sharded": lambda: causal(local, local, local, kv_lens=lens),
             "as many queries as keys on each rank, got 3 and 16": lambda: causal(local[:, :, :3], local, local),
-            "ranges from 0 to 31 in this call, but bias has 16 entries there": lambda: biased(
-                local, local, local, bias=local[..., 0, :, 0].contiguous()
-            ),
+            "ranges from 0 to 31 in this call, but bias has": lambda: biased(local, local, local, bias=bias),
             "latent attention is not divided by sequence": lambda: mla(local, local[:, :1]),
             "reference has this rank's rows alone": lambda: causal.reference(local, local, local),
             "dropout is not divided over ranks": lambda: causal.replace(dropout=0.1)(local, local, local),
