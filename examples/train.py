@@ -85,14 +85,11 @@ class Rows:
         }  # fmt: skip
         self.positions = cp.rows(next(iter(self.plans.values())))
 
-        # not compiled, as its neighbours may be: it sends and receives
-        self.attend: Callable[..., Tensor] = torch.compiler.disable(self._attend)
-
     def own(self, tokens: Tensor) -> Tensor:
         """This rank's rows of tokens [B, L]."""
         return self.cp.shard(tokens, next(iter(self.plans.values())), dim=1)
 
-    def _attend(self, kind: str, query: Tensor, key: Tensor, value: Tensor, learned: Mapping[str, Tensor]) -> Tensor:
+    def attend(self, kind: str, query: Tensor, key: Tensor, value: Tensor, learned: Mapping[str, Tensor]) -> Tensor:
         """[B, Hq, rows, D] of this rank's rows."""
         shares: dict[str, Any] = {name: self.cp.share(tensor) for name, tensor in learned.items()}
         out: Tensor = self.cp.attention(

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+UNTRACED = (
+    "ContextParallel.attention sends and receives, which torch.compile does not trace; compile the layers around it, "
+    "or leave out fullgraph=True"
+)
 KINDS: Mapping[str, type] = {"int": int, "float": float}
 
 
@@ -124,10 +128,11 @@ class ContextParallel:
         Raises WeftError on all ranks where one of them calls something else.
         """
         if torch.compiler.is_compiling():
-            raise UnavailableError(
-                f"{attention.name}: ContextParallel.attention is not traced by torch.compile; compile the layers "
-                "around it"
-            )
+            torch._dynamo.graph_break(msg=UNTRACED)  # raises where graphs may not break
+            return torch.compiler.disable(self.attention, reason=UNTRACED)(
+                attention, query, key, value, plan=plan, return_lse=return_lse, target=target,
+                deterministic=deterministic, **operands,
+            )  # fmt: skip
         operands = {n: v for n, v in operands.items() if n not in attention.unread}  # as other calls do
         problem = self._problem(attention, query, key, value, plan, operands)
         if return_lse and not attention.weighs.saves_lse:
