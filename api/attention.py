@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from . import describe, drawing, dtensors, in_graphs, latent, reference
-from .codegen.torch_private import may_autocast
+from . import describe, drawing, dtensors, in_graphs, in_region, latent, reference
+from .codegen.torch_private import SDPA, may_autocast
 from .compiler.planning.picture import Picture
 from .compiler.planning.plan import Plan
 from .compiler.planning.records import Shape
@@ -141,6 +142,10 @@ class Attention(Methods, Declaration):
         own, is_traced = self._internals, torch.compiler.is_compiling()
         if is_traced or may_autocast():
             query, key, value = autocast(query, key, value)
+        if functional.scaled_dot_product_attention is not SDPA and not dtensors.is_sharded(query):
+            found = in_region.over_ranks(self, Main(query, key, value, rope), options, operands)
+            if found is not None:
+                return found
         if is_traced or type(query) is not Tensor:
             found = self._elsewhere(Main(query, key, value, rope), options, operands, head_dim)
             if found is not None:
@@ -281,6 +286,7 @@ class Attention(Methods, Declaration):
         """
         if more:
             raise by_position(self, more)
+        in_region.refuse(self, "reference")
         own = given.keys() & call_options.OPTIONS.keys()
         if undefined := own - DEFINED:
             check_operands(self, {n: given[n] for n in given if n in undefined or n not in own}, query.device)

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .in_region import unknown_over_rows
 from .ir.attention import Attention
 from .ir.errors import WeftError
 from .ir.expr import Expr, Load, Symbol, TensorOperand
 from .ir.walk import children
-from .runtime.options import OPTIONS, PLAIN, READ_BY_KERNELS, CallOptions
+from .runtime.options import READ_BY_KERNELS, CallOptions
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -216,8 +217,7 @@ class _Shards:
         """The call on the rows of this process. main, operands: its parts."""
         from .distributed.context import over_mesh  # lazy: it imports torch.distributed
 
-        known = {"return_lse", "q_offset", "target", "deterministic"}
-        if unknown := [n for n in OPTIONS if n not in known and getattr(options, n) is not getattr(PLAIN, n)]:
+        if unknown := unknown_over_rows(options):
             raise self._refuse(f"{', '.join(unknown)}: not known where the sequence is sharded; use weft.distributed")
         if isinstance(options.q_offset, Tensor):
             raise self._refuse("q_offset: expected an int where the sequence is sharded, got a tensor")

@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+UNTRACED = (
+    "ContextParallel.attention sends and receives, which torch.compile does not trace; compile the layers around it, "
+    "or leave out fullgraph=True"
+)
 KINDS: Mapping[str, type] = {"int": int, "float": float}
 
 
@@ -103,6 +107,14 @@ class ContextParallel:
             )
         return _Whole.apply(self, deal, tensor, dim)
 
+    def share(self, tensor: Tensor) -> Tensor:
+        """The same tensor, of whose gradient this rank gets an equal share.
+
+        `attention` gives each rank the whole gradient of an operand. A parameter whose gradients something else sums
+        over these ranks, as FSDP and DDP do, goes through this, so that it counts once.
+        """
+        return _Share.apply(tensor, self.ranks)
+
     # -- attention -----------------------------------------------------------------------------------------------------
     def attention(
         self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, *, plan: ShardPlan,
@@ -117,10 +129,11 @@ class ContextParallel:
         Raises WeftError on all ranks where one of them calls something else.
         """
         if torch.compiler.is_compiling():
-            raise UnavailableError(
-                f"{attention.name}: ContextParallel.attention is not traced by torch.compile; compile the layers "
-                "around it"
-            )
+            torch._dynamo.graph_break(msg=UNTRACED)  # raises where graphs may not break
+            return torch.compiler.disable(self.attention, reason=UNTRACED)(
+                attention, query, key, value, plan=plan, return_lse=return_lse, target=target,
+                deterministic=deterministic, **operands,
+            )  # fmt: skip
         operands = {n: v for n, v in operands.items() if n not in attention.canonical.unread}  # as other calls do
         problem = self._problem(attention, query, key, value, plan, operands)
         if return_lse and not attention.canonical.weighs.saves_lse:
@@ -425,6 +438,17 @@ class _Backward:
         self.returns.clear()
 
 
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / ctx.ranks, None
+
+
 class _Whole(torch.autograd.Function):
     """Rows of all ranks, in the order of their positions."""
 
@@ -453,8 +477,8 @@ class _Whole(torch.autograd.Function):
 
 # -- DTensors ----------------------------------------------------------------------------------------------------------
 @lru_cache(maxsize=16)
-def _of_mesh(mesh: DeviceMesh, dim: int) -> ContextParallel:
-    return ContextParallel(mesh, dim, balance="contiguous")  # rows as DTensors have them
+def _of_mesh(mesh: DeviceMesh, dim: int, balance: str) -> ContextParallel:
+    return ContextParallel(mesh, dim, balance=balance)
 
 
 @lru_cache(maxsize=256)
@@ -476,17 +500,18 @@ def _planned(
 
 def over_mesh(
     mesh: DeviceMesh, dim: int, attention: Attention, tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple[int, int],
-    operands: Mapping[str, Any], options: CallOptions,
+    operands: Mapping[str, Any], options: CallOptions, balance: str = "contiguous",
 ) -> Any:  # fmt: skip
-    """out, or (out, lse), of this process's rows of a sequence that a dimension of the mesh divides into neighbours.
+    """out, or (out, lse), of this process's rows of a sequence that a dimension of the mesh divides.
 
-    tensors: its rows of query, key and value. lengths: of all queries and keys. operands: whole.
+    tensors: its rows of query, key and value. lengths: of all queries and keys. operands: whole. balance: how rows are
+    dealt, as neighbours where it is not given, which is how DTensors have them.
     """
     query, key, value = tensors
     sizes = Shape(query.shape[0], query.shape[1], key.shape[1], *lengths, query.shape[3], value.shape[3],
                   DTYPES[query.dtype])  # fmt: skip
     q_offset = lengths[1] - lengths[0] if options.q_offset is None else as_number(options.q_offset, int)
-    cp, decisive = _of_mesh(mesh, dim), decisive_tensors(attention)
+    cp, decisive = _of_mesh(mesh, dim, balance), decisive_tensors(attention)
     numbers = {n: v for n, v in operands.items() if not isinstance(v, Tensor)}
     if decisive:
         plan = _planned(cp, attention, sizes, q_offset, numbers | {n: operands[n] for n in decisive if n in operands})
