@@ -9,6 +9,7 @@ import torch
 
 import weft
 from benchmarks import fp8_accuracy
+from weft import kv_pos, q_pos
 
 from ..support import check_errors, lost_by_a_cache, mostly, poisoned
 from .cases import CAUSAL, cases
