@@ -79,7 +79,7 @@ def test_balance_follows_visible_pairs() -> None:
     """Of causal masks half of a zigzag's rows see much; documents of uneven lengths are dealt by their pairs."""
     made = plan(CAUSAL, ranks=8, length=1 << 17, balance="zigzag", strategy="exchange", **SIZES)
     assert max(made.pairs) / min(made.pairs) < 1.0001 and sum(made.pairs) == (1 << 17) * ((1 << 17) + 1) // 2
-    assert made.predicted.gain > 7.5
+    assert made.predicted.gain > 7.2
     uneven = plan(CAUSAL, ranks=8, length=1 << 17, balance="contiguous", strategy="exchange", **SIZES)
     assert max(uneven.pairs) > 14 * min(uneven.pairs) and uneven.predicted.gain < 4.5
     ends = torch.tensor([3_750, 4_125, 4_250, 7_500, 8_192])
