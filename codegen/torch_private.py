@@ -99,6 +99,11 @@ def _region_of(function: Any) -> Region | None:
     return Region(cells["device_mesh"].cell_contents, lambda: bool(options.enable_load_balance))
 
 
+def break_graph(reason: str) -> None:
+    """While torch.compile traces: end the graph here, or raise with the reason where it may not end."""
+    torch._dynamo.graph_break(msg=reason)
+
+
 def is_surely_negative(number: int) -> bool:
     """Whether a size that torch.compile traces is below 0 in this graph; False where only the data say."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # lazy: imports sympy, as tracing has
