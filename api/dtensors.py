@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .codegen.torch_private import rows_lie_as_torch_deals_them
 from .in_region import unknown_over_rows
 from .ir.attention import Attention
 from .ir.errors import WeftError
@@ -219,6 +220,11 @@ class _Shards:
 
         if unknown := unknown_over_rows(options):
             raise self._refuse(f"{', '.join(unknown)}: not known where the sequence is sharded; use weft.distributed")
+        if rows_lie_as_torch_deals_them():
+            raise self._refuse(
+                "query: torch's context parallel is on, and deals rows of a sequence otherwise than DTensors do; turn "
+                "its load balancing off, or call on local tensors inside its region"
+            )
         if isinstance(options.q_offset, Tensor):
             raise self._refuse("q_offset: expected an int where the sequence is sharded, got a tensor")
         query, key, value = main["query"], main["key"], main["value"]

@@ -51,12 +51,29 @@ class Region(NamedTuple):
     deals_pairs_of_chunks: Callable[[], bool]  # a chunk from either end to each rank, else neighbours
 
 
+_REGIONS = ("_context_parallel._attention", "_attention")  # modules, in versions of torch
 _has_all_rows = ContextVar("_has_all_rows", default=False)
 
 
 def region() -> Region | None:
     """The one that this is inside of, with tensors that hold the rows of one rank."""
     return None if _has_all_rows.get() else _region_of(torch.nn.functional.scaled_dot_product_attention)
+
+
+def rows_lie_as_torch_deals_them() -> bool:
+    """Whether torch's context parallel is on, and may have dealt rows of sharded sequences other than as neighbours.
+
+    True for any state that this version of torch does not tell of.
+    """
+    found = (sys.modules.get(f"torch.distributed.tensor.experimental.{name}") for name in _REGIONS)
+    for module in found:
+        options: Any = getattr(module, "_cp_options", None)
+        if options is None:
+            continue
+        handlers = getattr(getattr(module.DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)  # type: ignore[union-attr]
+        is_on = handlers is None or torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
+        return is_on and bool(getattr(options, "enable_load_balance", True))
+    return False
 
 
 @contextmanager
@@ -80,6 +97,11 @@ def _region_of(function: Any) -> Region | None:
     if "device_mesh" not in cells or not hasattr(options, "enable_load_balance"):
         return Region(None, bool)
     return Region(cells["device_mesh"].cell_contents, lambda: bool(options.enable_load_balance))
+
+
+def break_graph(reason: str) -> None:
+    """While torch.compile traces: end the graph here, or raise with the reason where it may not end."""
+    torch._dynamo.graph_break(msg=reason)
 
 
 def is_surely_negative(number: int) -> bool:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..codegen.torch_private import break_graph
 from ..compiler.planning.records import Shape
 from ..ir.attention import Attention
 from ..ir.errors import Problem, UnavailableError, WeftError, collected, second_derivative
@@ -129,7 +130,7 @@ class ContextParallel:
         Raises WeftError on all ranks where one of them calls something else.
         """
         if torch.compiler.is_compiling():
-            torch._dynamo.graph_break(msg=UNTRACED)  # raises where graphs may not break
+            break_graph(UNTRACED)
             return torch.compiler.disable(self.attention, reason=UNTRACED)(
                 attention, query, key, value, plan=plan, return_lse=return_lse, target=target,
                 deterministic=deterministic, **operands,

@@ -61,6 +61,7 @@ def compared(rank: int) -> list[str]:
 
 
 def refused(mesh: Any, whole: Tensor) -> list[str]:
+    from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.experimental import context_parallel
 
     compiled = torch.compile(causal.__call__, backend="eager")
@@ -74,6 +75,9 @@ def refused(mesh: Any, whole: Tensor) -> list[str]:
             "kv_lens: not known where the sequence is sharded": lambda: causal(local, local, local, kv_lens=lens),
             "as many queries as keys on each rank, got 3 and 16": lambda: causal(local[:, :, :3], local, local),
             "ranges from 0 to 31 in this call, but bias has": lambda: biased(local, local, local, bias=bias),
+            "torch's context parallel is on, and deals rows": lambda: causal(
+                *[DTensor.from_local(local, mesh, [Shard(2)], run_check=False)] * 3
+            ),
             "latent attention is not divided by sequence": lambda: mla(local, local[:, :1]),
             "reference has this rank's rows alone": lambda: causal.reference(local, local, local),
             "dropout is not divided over ranks": lambda: causal.replace(dropout=0.1)(local, local, local),

@@ -37,7 +37,7 @@ def test_every_example_is_tested_here() -> None:
         "quickstart", "custom_score", "differential", "dropout", "latent", "packed_documents", "ragged_batch", "sinks",
         "t5_bias", "transformers_train", "transformers_generate", "block_sparse",
         "demo", "server", "serve_fp8", "cross_attention", "long_context", "moba", "multi_token", "multihead", "nsa",
-        "train", "transformer_xl",
+        "torchtitan_attention", "train", "transformer_xl",
     }  # fmt: skip
 
 
@@ -255,6 +255,17 @@ def test_training_resumes_bit_for_bit_and_goes_on_on_another_mesh(capfd: pytest.
     assert [n for n, value in expected.items() if not torch.equal(value, found[n])] == []
     shutil.rmtree("kept/step-00000007")
     assert losses(1, 7, 6, "--compile") == pytest.approx(resumed[3:], abs=0.02)  # both compute in bf16
+
+
+def test_torchtitans_debug_model_trains_over_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    """On two ranks as on one."""
+    pytest.importorskip("torchtitan")
+    losses = []
+    for ranks, steps in ((2, 20), (1, 3)):
+        load("torchtitan_attention").main([f"--ranks={ranks}", f"--steps={steps}", "--length=64", "--near=20"])
+        losses.append([float(x) for x in re.findall(r"^step \d+ +loss (\S+)$", capfd.readouterr().out, re.M)])
+    assert len(losses[0]) == 20 and losses[0][-1] < losses[0][0] - 2
+    assert losses[1] == pytest.approx(losses[0][:3], abs=1e-3)
 
 
 def state_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -71,9 +71,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def user(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's project: the examples, a program that is sound, and one that is not. Those with transformers are left
-    out, whose half a million lines a checker would read."""
+    out, whose half a million lines a checker would read, and that with torchtitan, which few have."""
     folder = tmp_path_factory.mktemp("user")
-    shutil.copytree(ROOT / "examples", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("transformers_*"))
+    shutil.copytree(
+        ROOT / "examples", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("transformers_*", "torchtitan_*")
+    )
     (folder / "sound.py").write_text(USER)
     (folder / "mistakes.py").write_text(MISTAKES)
     return folder
