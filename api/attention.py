@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from . import describe, drawing, dtensors, in_graphs, latent, reference
-from .codegen.torch_private import may_autocast
+from . import describe, drawing, dtensors, in_graphs, in_region, latent, reference
+from .codegen.torch_private import SDPA, may_autocast
 from .compiler.planning.picture import Picture
 from .compiler.planning.plan import Plan
 from .compiler.planning.records import Shape
@@ -141,6 +142,10 @@ class Attention(Methods, Declaration):
         own, is_traced = self._internals, torch.compiler.is_compiling()
         if is_traced or may_autocast():
             query, key, value = autocast(query, key, value)
+        if functional.scaled_dot_product_attention is not SDPA and not dtensors.is_sharded(query):
+            found = in_region.over_ranks(self, Main(query, key, value, rope), options, operands)
+            if found is not None:
+                return found
         if is_traced or type(query) is not Tensor:
             found = self._elsewhere(Main(query, key, value, rope), options, operands, head_dim)
             if found is not None:
@@ -199,7 +204,12 @@ class Attention(Methods, Declaration):
         except (RuntimeError, TypeError, LookupError, ArithmeticError, ValueError, AttributeError) as error:
             self._explain(call, options, error)
             raise
-        return (out, _lse(lse)) if options.return_lse else out
+        return (out, self._shown(lse)) if options.return_lse else out
+
+    @staticmethod
+    def _shown(lse: Tensor) -> Tensor:
+        """[B, Hq, L], of what an op gives, which keeps two statistics of a row where scores may lie far from 0."""
+        return lse.sum(0) if lse.dim() == 4 else lse.contiguous()
 
     def _elsewhere(
         self, main: Main, options: CallOptions, operands: Mapping[str, Any], head_dim: int | None
@@ -214,7 +224,7 @@ class Attention(Methods, Declaration):
         if not torch.compiler.is_compiling():
             return None
         out, lse = in_graphs.traced(self, self._internals, main, options, operands, head_dim)
-        return (out, _lse(lse)) if options.return_lse else out
+        return (out, self._shown(lse)) if options.return_lse else out
 
     def _nested(self, query: Any, key: Any, value: Any, options: CallOptions, operands: Mapping[str, Any]) -> Result:
         """A call whose sizes cannot be told apart: of nested tensors, or of none. The error is being handled."""
@@ -276,6 +286,7 @@ class Attention(Methods, Declaration):
         """
         if more:
             raise by_position(self, more)
+        in_region.refuse(self, "reference")
         own = given.keys() & call_options.OPTIONS.keys()
         if undefined := own - DEFINED:
             check_operands(self, {n: given[n] for n in given if n in undefined or n not in own}, query.device)
@@ -343,11 +354,6 @@ def parse_attention(text: str) -> Attention:
     """The variant that `str(variant)` printed."""
     declared = parse.parse_attention(text)
     return Attention(**{field.name: getattr(declared, field.name) for field in dataclasses.fields(declared)})
-
-
-def _lse(saved: Tensor) -> Tensor:
-    """[B, Hq, L]: what an op gives, which keeps two statistics of a row where scores may lie far from 0."""
-    return saved.sum(0) if saved.dim() == 4 else saved.contiguous()
 
 
 def _as_method(function: Any, name: str, defined: bool) -> Any:

@@ -181,7 +181,7 @@ def mask(ctx: click.Context, block_q: int, block_kv: int, head: int, batch_row: 
     if batch_row >= r.shape.batch:
         raise WeftError(f"--batch-row: expected 0 to {r.shape.batch - 1} (--batch {r.shape.batch}), got {batch_row}")
     sizes = {"heads": r.shape.heads, "kv_heads": r.shape.kv_heads, "head_dim": r.shape.head_dim}
-    own = {p.name for p in r.variant.parameters}
+    own = {p.name for p in r.variant.canonical.parameters}
     options = {**{name: size for name, size in sizes.items() if name not in own}, **r.values}
     if output is not None:
         _check_output(output, SUFFIXES)

@@ -174,7 +174,7 @@ def values_of(
 
 def check_all_given(variant: Attention, values: Mapping[str, Any]) -> None:
     """Raise WeftError where a call would miss operands."""
-    missing = [p for p in variant.parameters if p.name not in values and p.name != SEED.name]
+    missing = [p for p in variant.canonical.parameters if p.name not in values and p.name != SEED.name]
     if missing:
         texts = [f"{p.name}={RANDOM if isinstance(p, TensorOperand) else 'NUMBER'}" for p in missing]
         names = ", ".join(p.name for p in missing)
@@ -187,14 +187,14 @@ def _numbers_and_names(variant: Attention, given: Mapping[str, Any]) -> tuple[di
     twice = sorted({name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1})
     if twice:
         raise WeftError(f"--set: expected each operand once, got {', '.join(twice)} several times")
-    values, read = dict(pairs), {operand.name for operand in variant.parameters}
+    values, read = dict(pairs), {operand.name for operand in variant.canonical.parameters}
     declared = {text.partition(":")[0] for text in (*given["scalar"], *given["tensor"])}
     unread = sorted((declared & values.keys()) - read)
     if unread:
         raise WeftError(
             f"--set: {', '.join(unread)}: declared, but neither score, mask, scale, sink nor dropout reads it"
         )
-    tensors = {operand.name for operand in variant.tensors}
+    tensors = {operand.name for operand in variant.canonical.tensors}
     names = [name for name, value in values.items() if value == RANDOM and name in tensors]
     numbers: dict[str, Any] = {name: value for name, value in values.items() if name not in names}
     request.check_operands("--set", variant, numbers)

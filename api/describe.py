@@ -13,11 +13,12 @@ from . import parts
 from .compiler.analysis.tiles import proven
 from .compiler.analysis.tiles.facts import Facts, facts_of
 from .compiler.analysis.tiles.measured import Blocks
-from .compiler.analysis.tiles.survey import CELL, Survey
+from .compiler.analysis.tiles.survey import Survey
 from .compiler.planning.by_distance import levels_in, tables_in
 from .compiler.planning.cost import CountLongest, CountTiles
 from .compiler.planning.machines.hardware import Hardware, on_threads
-from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
+from .compiler.planning.pairs import pair_blocks, visible_pairs
+from .compiler.planning.plan import CodePlan, Plan, VisiblePairs, counter, make_plan
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import MOST_SHORT
@@ -26,10 +27,9 @@ from .compiler.planning.sum_times import sums_of
 from .compiler.planning.target import PlannedCall, Target
 from .ir.attention import Attention
 from .ir.errors import WeftError, counted
-from .ir.reference import dense_mask
 from .ir.walk import symbols
 from .levels import differ_by, ends_of, watched_in
-from .request import Request, described, environment, mask_operands, request_of, to_give
+from .request import Request, described, environment, request_of, to_give
 from .runtime.options import Form
 
 
@@ -42,7 +42,7 @@ def _counter(attention: Attention, r: Request, options: Mapping[str, Any]) -> tu
     measured = _measures(code)
     survey = facts.survey if measured and not missing else None
     lines = (*facts.kv_tiles.body, *facts.q_tiles.body)
-    decisive = [attention.folded_mask] if survey else [line.value for line in lines]
+    decisive = [attention.canonical.folded_mask] if survey else [line.value for line in lines]
     levels = watched_in(facts, r.backward.code if r.backward else None, options) if survey is None else ()
     read = {name for value in decisive for name in symbols(value)} | differ_by(levels)
     offset = options.get("q_offset")
@@ -86,23 +86,6 @@ def _counter(attention: Attention, r: Request, options: Mapping[str, Any]) -> tu
         return count, (f"tiles are counted by positions alone, an upper limit: give {missing} for those of a call",)
     open_mask = code.looks_first and not facts.kv_bounds.closed_form
     return count, ("tiles are counted by positions alone, an upper limit",) if open_mask else ()
-
-
-def pair_blocks(facts: Facts, env: Mapping[str, Any]) -> Blocks:
-    """What is found of the pairs of a head, CELL queries at a time. env: symbols, operands and q_offset."""
-    device, kv_len = torch.device("cpu"), env["kv_len"]
-    keys = torch.arange(kv_len, device=device).view(1, 1, 1, -1)
-    values = {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in env.items()}
-
-    def of(number: int) -> list[int]:
-        rows = torch.arange(number * CELL, min((number + 1) * CELL, env["q_len"]), device=device).view(1, 1, -1, 1)
-        rows = rows + env["q_offset"]
-        shape = (1, 1, rows.shape[2], kv_len)
-        mask = dense_mask(facts.attention, {**values, "q_pos": rows, "kv_pos": keys}, shape, torch.float32, device)
-        some, every = mask[0, 0].any(0).split(CELL), mask[0, 0].all(0).split(CELL)
-        return [int(a.any()) + int(b.all()) for a, b in zip(some, every)]
-
-    return of
 
 
 def _longest(attention: Attention, r: Request, options: Mapping[str, Any]) -> CountLongest:
@@ -205,63 +188,12 @@ def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:
 
     try:
         offset = options.get("q_offset") if r.sequences is None else None
-        by_batch = "batch" in symbols(attention.folded_mask)
+        by_batch = "batch" in symbols(attention.canonical.folded_mask)
         found = parts.parts_of(r.sizes, offset, r.sequences, by_batch)
-        return made(parts.summed_pairs([(_visible_pairs(attention, p, r.head_dim, options), n) for p, n in found]))
+        return made(parts.summed_pairs([(visible_pairs(attention, *p, r.head_dim, options), n) for p, n in found]))
     except WeftError:
         made()  # counting tiles says more of operands that do not fit
         raise
-
-
-ALL_PAIRS = 1 << 24  # up to so many pairs the mask is looked at whole,
-SOME_PAIRS = 1 << 21  # and beyond it evenly spaced rows with so many pairs stand for all: a twentieth of a second
-
-
-def _visible_pairs(
-    attention: Attention, part: parts.Part, head_dim: int, options: Mapping[str, Any]
-) -> VisiblePairs | None:
-    """Pairs that see each other, by the mask itself; None where operands that it reads are missing."""
-    sizes, offset = part.sizes, part.q_offset
-    heads, rows = sizes.batch * sizes.heads, sizes.q_len
-    if not attention.is_masked:
-        return VisiblePairs(heads * rows * sizes.kv_len, heads * rows, heads * rows)
-    values = {operand.name: options.get(operand.name) for operand in mask_operands(attention)}
-    if isinstance(offset, Tensor) or not all(isinstance(v, (int, float, Tensor)) for v in values.values()):
-        return None
-    values = {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in values.items()}
-    read = symbols(attention.folded_mask)
-    batches, different = sizes.batch if "batch" in read else 1, sizes.heads if read & {"head", "kv_head"} else 1
-    of = some_heads(batches, different, HEADS_COUNTED)
-    each = sizes.kv_len * len(of)
-    chosen = _some_rows(rows, rows if rows * each <= ALL_PAIRS else max(1, SOME_PAIRS // each))
-    first = sizes.kv_len - rows if offset is None else offset
-    env = {**values, "q_len": rows, "kv_len": sizes.kv_len, "group": sizes.group, "head_dim": head_dim}
-    seen = 0
-    for batch, head in of:
-        own = {**env, "batch": part.number + batch, "head": head, "kv_head": head // sizes.group}
-        seen += _seen_by(attention, own, [first + row for row in chosen], sizes.kv_len)
-    looked = len(of) * len(chosen)
-    return VisiblePairs(round(seen * heads * rows / looked), looked, batches * different * rows)
-
-
-def _some_rows(rows: int, most: int) -> Sequence[int]:
-    """All rows, or this many of them, each from the middle of its share."""
-    return range(rows) if rows <= most else [(2 * k + 1) * rows // (2 * most) for k in range(most)]
-
-
-def _seen_by(attention: Attention, env: Mapping[str, Any], positions: Sequence[int], kv_len: int) -> int:
-    """Pairs that these queries of one head see, a few rows at a time so that it stays in a cache."""
-    device, step, seen = torch.device("cpu"), max(1, (1 << 18) // kv_len), 0
-    keys = torch.arange(kv_len, device=device).view(1, 1, 1, -1)
-    for start in range(0, len(positions), step):
-        rows = torch.tensor(positions[start : start + step], device=device).view(1, 1, -1, 1)
-        shape = (1, 1, rows.shape[2], kv_len)
-        try:
-            mask = dense_mask(attention, {**env, "q_pos": rows, "kv_pos": keys}, shape, torch.float32, device)
-        except (IndexError, RuntimeError) as error:
-            raise WeftError(f"{attention.name}: the mask cannot be computed for these operands: {error}") from error
-        seen += int(mask.sum())
-    return seen
 
 
 def planned(
@@ -280,7 +212,7 @@ def may_be_whole(attention: Attention, r: Request, options: Mapping[str, Any]) -
     """Whether a library may compute a dense call, if it has such scores."""
     if isinstance(offset := options.get("q_offset"), Tensor):
         return False
-    visible = _visible_pairs(attention, parts.Part(r.sizes, offset, 0), r.head_dim, options)
+    visible = visible_pairs(attention, r.sizes, offset, 0, r.head_dim, options)
     return r.forward.target.says(planned(attention, r, r.forward.target, options, visible)).may_be_whole
 
 

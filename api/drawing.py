@@ -13,8 +13,8 @@ from .compiler.analysis.tiles.measured import Measurement
 from .compiler.analysis.tiles.programs import tile_runs
 from .compiler.analysis.tiles.results import TileProgram
 from .compiler.planning import picture
+from .compiler.planning.pairs import pair_blocks
 from .compiler.planning.records import Shape
-from .describe import pair_blocks
 from .ir.attention import Attention
 from .ir.errors import Problem, WeftError, collected, counted, shown
 from .ir.numbers import is_int
@@ -32,7 +32,7 @@ def show_mask(
 ) -> picture.Picture:  # fmt: skip
     """Of `options`, heads, kv_heads and head_dim are sizes as in `weft.shape`, unless they are operands' names."""
     facts, name = facts_of(attention), f"{attention.name}: show_mask"
-    operands = {p.name for p in attention.parameters}
+    operands = {p.name for p in attention.canonical.parameters}
     sizes = {n: options[n] for n in _PICTURE_SIZES if n in options and n not in operands}
     options = {n: value for n, value in options.items() if n not in sizes}
     counts = {"q_len": q_len, "kv_len": kv_len, "block_q": block_q, "block_kv": block_kv}
@@ -86,7 +86,7 @@ def _drawn_head(
     head_dim: int | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """What the mask may read of the head that is drawn. Sizes that it needs are asked for, and never made up."""
-    read = symbols(attention.folded_mask)
+    read = symbols(attention.canonical.folded_mask)
     grouped = read & ({"group", "kv_head"} if head else {"group"})  # head 0 reads key head 0, however many there are
     if grouped and heads is None:
         reads = ", ".join(sorted(grouped))
@@ -108,7 +108,7 @@ def _drawn_head(
 
 def _which(attention: Attention, drawn: Mapping[str, int], batch: int) -> str:
     """What a picture is of, as far as the mask tells heads and batch rows apart: ", head 5 (kv_head 1)"."""
-    read = symbols(attention.folded_mask)
+    read = symbols(attention.canonical.folded_mask)
     kv_head = f" (kv_head {drawn['kv_head']})" if "kv_head" in read else ""
     head = f", head {drawn['head']}{kv_head}" if read & {"head", "kv_head"} else ""
     return head + (f", batch row {batch}" if "batch" in read else "")
@@ -153,14 +153,14 @@ def _measured_ranges(
 
 def _check_drawable(attention: Attention, program: TileProgram, options: Mapping[str, Any]) -> None:
     """Raise WeftError where the tiles depend on an operand that was not given."""
-    if not attention.is_masked:
+    if not attention.canonical.is_masked:
         return
-    needed = {s.name for s in attention.scalars if s.dtype == "int"}
+    needed = {s.name for s in attention.canonical.scalars if s.dtype == "int"}
     needed |= {s.name for line in program.body for s in scalars(line.value)}
     needed |= {t.name for line in program.body for t in tensors(line.value)}
     missing = sorted(name for name in needed if name not in options)
     if missing:
-        made = {t.name: "a tensor" for t in attention.tensors}
+        made = {t.name: "a tensor" for t in attention.canonical.tensors}
         raise collected(
             f"{attention.name}: show_mask",
             [Problem(operand=n, what="missing", expected=made.get(n, ""), next_step=f"pass {n}=...") for n in missing],

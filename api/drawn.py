@@ -35,7 +35,7 @@ def drawn_operands(
     Raises WeftError where an index depends on a scalar without a value, or reaches too far.
     """
     generator = torch.Generator("cpu").manual_seed(seed)  # the same numbers on every device
-    operands = {t.name: t for t in attention.tensors}
+    operands = {t.name: t for t in attention.canonical.tensors}
     found = {}
     for name in sorted(names):
         extents = _extents(attention, operands[name], ranges, values)
@@ -52,8 +52,12 @@ def _extents(
     attention: Attention, operand: TensorOperand, ranges: Ranges, values: Mapping[str, Any]
 ) -> tuple[int, ...]:
     """The least shape in which every read stays inside."""
-    ints = {s.name: (int(values[s.name]),) * 2 for s in attention.scalars if s.dtype == "int" and s.name in values}
-    floats = {s.name: float(values[s.name]) for s in attention.scalars if s.dtype == "float" and s.name in values}
+    ints = {
+        s.name: (int(values[s.name]),) * 2 for s in attention.canonical.scalars if s.dtype == "int" and s.name in values
+    }
+    floats = {
+        s.name: float(values[s.name]) for s in attention.canonical.scalars if s.dtype == "float" and s.name in values
+    }
     extents = [1] * operand.rank
     for load in _reads(attention, operand):
         for axis, index in enumerate(load.index):
@@ -70,7 +74,7 @@ def _extents(
 
 
 def _reads(attention: Attention, operand: TensorOperand) -> Iterator[Load]:
-    return (load for root in attention.expressions for load in loads(root) if load.tensor == operand)
+    return (load for root in attention.canonical.expressions for load in loads(root) if load.tensor == operand)
 
 
 def _drawn(kind: str, extents: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:

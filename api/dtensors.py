@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .in_region import unknown_over_rows
 from .ir.attention import Attention
 from .ir.errors import WeftError
 from .ir.expr import Expr, Load, Symbol, TensorOperand
 from .ir.walk import children
-from .runtime.options import OPTIONS, PLAIN, READ_BY_KERNELS, CallOptions
+from .runtime.options import READ_BY_KERNELS, CallOptions
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -61,7 +62,7 @@ def of_shards(
     assert query is not None
     call = _Shards(attention, query, main["key"])  # type: ignore[arg-type]
     local = {n: None if t is None else call.local(t, call.of_main(n, t), n) for n, t in main.items()}
-    tensors = {p.name for p in attention.parameters if isinstance(p, TensorOperand)}
+    tensors = {p.name for p in attention.canonical.parameters if isinstance(p, TensorOperand)}
     own = {
         n: call.local(t, call.of_operand(n), n) if n in tensors and isinstance(t, Tensor) else t
         for n, t in operands.items()
@@ -135,7 +136,7 @@ class _Shards:
                 f"{', '.join(sorted(bad))}: a shard counts from 0, so that what is computed of it would differ; read a "
                 "tensor at it instead, as in table[head], or call on local tensors"
             )
-        if self.attention.drops and any(self.divided):
+        if self.attention.canonical.drops and any(self.divided):
             raise self._refuse(
                 "dropout: which weights are dropped follows from batch row and head, which a shard counts from 0; "
                 "call on local tensors (to_local()) with a seed of each process"
@@ -216,8 +217,7 @@ class _Shards:
         """The call on the rows of this process. main, operands: its parts."""
         from .distributed.context import over_mesh  # lazy: it imports torch.distributed
 
-        known = {"return_lse", "q_offset", "target", "deterministic"}
-        if unknown := [n for n in OPTIONS if n not in known and getattr(options, n) is not getattr(PLAIN, n)]:
+        if unknown := unknown_over_rows(options):
             raise self._refuse(f"{', '.join(unknown)}: not known where the sequence is sharded; use weft.distributed")
         if isinstance(options.q_offset, Tensor):
             raise self._refuse("q_offset: expected an int where the sequence is sharded, got a tensor")
@@ -232,7 +232,7 @@ class _Shards:
 
 def _reads(attention: Attention) -> dict[str, Expr]:
     """By text: loads, and symbols that are used other than as an index by themselves."""
-    return {n.text: n for part in attention.expressions for n in _uses(part)}
+    return {n.text: n for part in attention.canonical.expressions for n in _uses(part)}
 
 
 def _uses(node: Expr) -> Iterator[Expr]:

@@ -41,7 +41,7 @@ def traced(
     if offset is None and not is_ragged:
         offset = before = key.shape[2] - query.shape[2]
         if own.counts_rows and is_surely_negative(before):
-            say_of_first_key(attention.line)
+            say_of_first_key(attention.canonical.line)
     if isinstance(offset, (bool, float)):
         raise WeftError(f"{attention.name}: q_offset: expected an int or an int32 tensor, got {offset!r}")
     number, per_row = (None, offset) if isinstance(offset, Tensor) else (offset, None)
@@ -56,8 +56,8 @@ def traced(
     target = traced_target() if options.target is None else options.target
     schedule = None if options.schedule is None else str(options.schedule)
     arguments = Arguments(
-        query, key, value, rope, tensors, floats, ints, number, slots, head_dim or query.shape[3], attention.line,
-        choices_text(target, schedule, options.deterministic, out_name),
+        query, key, value, rope, tensors, floats, ints, number, slots, head_dim or query.shape[3],
+        attention.canonical.line, choices_text(target, schedule, options.deterministic, out_name),
     )  # fmt: skip
     return FORWARD(*arguments.flat)
 

@@ -50,15 +50,15 @@ class Internals:
 
     @staticmethod
     def of(declared: Declaration) -> Internals:
-        kinds = tuple("tensor" if isinstance(p, TensorOperand) else p.dtype for p in declared.parameters)
-        names = tuple(p.name for p in declared.parameters)
-        latent, drops, variant = declared.latent, declared.drops, variant_of(declared)
+        kinds = tuple("tensor" if isinstance(p, TensorOperand) else p.dtype for p in declared.canonical.parameters)
+        names = tuple(p.name for p in declared.canonical.parameters)
+        latent, drops, variant = declared.latent, declared.canonical.drops, variant_of(declared)
         return Internals(
             names, kinds,
             numbers=tuple((n, int if kind == "int" else float) for n, kind in zip(names, kinds) if kind != "tensor"),
             operands=frozenset(names), tensors=tuple(n for n, kind in zip(names, kinds) if kind == "tensor"),
-            plain=frozenset() if drops else frozenset(names), unread=declared.unread,
-            has_lse=declared.weighs.saves_lse, counts_rows=variant.first_key.matters, drops=drops,
+            plain=frozenset() if drops else frozenset(names), unread=declared.canonical.unread,
+            has_lse=declared.canonical.weighs.saves_lse, counts_rows=variant.first_key.matters, drops=drops,
             latent_width=None if latent is None else latent.rank + latent.rope,
             share=declared.dropout.name if isinstance(declared.dropout, Scalar) else None,
             undropped=declared.replace(dropout=0.0) if drops else None, variant=variant,

@@ -135,8 +135,8 @@ def _plan(kind: Kind, target: str) -> Plan:
     device = DEVICES.get(target, "h200")
     dtype = kind.dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     given: dict[str, Any] = dict(kind.options)
-    for operand in kind.variant.tensors:
-        sizes = kind.operands.get(operand.name, (1,) if kind.variant.drops else (BATCH, LENGTH))
+    for operand in kind.variant.canonical.tensors:
+        sizes = kind.operands.get(operand.name, (1,) if kind.variant.canonical.drops else (BATCH, LENGTH))
         own = {"float": kind.reads or dtype, "bool": torch.bool}.get(operand.dtype, torch.int64)
         given[operand.name] = torch.zeros(sizes, dtype=own, requires_grad=own.is_floating_point)
     tensors, rows = _tensors(kind, dtype)

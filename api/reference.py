@@ -94,7 +94,7 @@ def _of_sequences(
     for r in rows:
         q_part = query[r.row : r.row + 1, :, r.q_first : r.q_first + r.q_len]
         kv_part = key[r.row : r.row + 1, :, r.kv_first : r.kv_first + r.kv_len]
-        if r.q_len and (r.kv_len or attention.folded_sink is not None):
+        if r.q_len and (r.kv_len or attention.canonical.folded_sink is not None):
             check_reads(attention, q_part, kv_part, operands, r.q_offset, head_dim, r.number)
     return ragged_reference(attention, query, key, value, operands, rows, head_dim)
 

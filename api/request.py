@@ -278,7 +278,7 @@ def request_of(
             options=frozenset(n for n in READ_BY_KERNELS if options.get(n) is not None), scaled_rows=rows_read,
             dtypes=dtypes,
         )  # fmt: skip
-        return signature_of(described, masked=attention.is_masked, sums_pairs=facts.sums_pairs(wanted))
+        return signature_of(described, masked=attention.canonical.is_masked, sums_pairs=facts.sums_pairs(wanted))
 
     asked_of = _Asked(attention, operands, sizes, (machine, target, schedule))
     first = None
@@ -378,7 +378,7 @@ def _form_of(
     uk, uv = options.get("uk"), options.get("uv")
     if uk is None or uv is None:
         return "absorbed"
-    own = {p.name: options.get(p.name) for p in attention.parameters}
+    own = {p.name: options.get(p.name) for p in attention.canonical.parameters}
     return latent_form(attention, operands[0], operands[1], uk, uv, own)
 
 
@@ -411,7 +411,7 @@ def check_operands(
 
 def mask_operands(attention: Attention) -> list[Scalar | TensorOperand]:
     """The operands that the mask reads, by name."""
-    mask = attention.folded_mask
+    mask = attention.canonical.folded_mask
     return sorted((*scalars(mask), *tensors(mask)), key=lambda operand: operand.name)
 
 
@@ -436,10 +436,12 @@ def check_read(attention: Attention, ranges: Ranges, options: Mapping[str, Any])
     ranges: of symbols, by name. Expressions that read an operand that was not given are passed over.
     """
     extents = {n: tuple(v.shape) for n, v in options.items() if isinstance(v, Tensor)}
-    ints = {s.name: (options[s.name],) * 2 for s in attention.scalars if s.dtype == "int" and s.name in options}
-    floats = {s.name: options[s.name] for s in attention.scalars if s.dtype == "float" and s.name in options}
+    ints = {
+        s.name: (options[s.name],) * 2 for s in attention.canonical.scalars if s.dtype == "int" and s.name in options
+    }
+    floats = {s.name: options[s.name] for s in attention.canonical.scalars if s.dtype == "float" and s.name in options}
     problems: list[str] = []
-    for root in attention.expressions:
+    for root in attention.canonical.expressions:
         read = {t.name for t in tensors(root)}
         if read and read <= extents.keys() and {s.name for s in scalars(root) if s.dtype == "int"} <= ints.keys():
             problems += check_integers(root, ranges | ints, extents, floats)

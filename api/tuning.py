@@ -53,7 +53,7 @@ def tune(
     if attention.latent is not None:
         raise WeftError(f"{name}: tune: expected a variant without latent attention")
     values = with_drawn(attention, shape, values)
-    missing = sorted({s.name for s in attention.scalars} - {*values, SEED.name})
+    missing = sorted({s.name for s in attention.canonical.scalars} - {*values, SEED.name})
     if missing:
         problems = [Problem(operand=n, what="missing", next_step=f"pass {n}=...") for n in missing]
         raise collected(f"{name}: tune", problems)
@@ -72,7 +72,7 @@ def with_drawn(attention: Attention, shape: Shape, values: Mapping[str, Any]) ->
 
     Those of floats that a score reads want a gradient. Raises WeftError as `drawn_operands` does.
     """
-    lacking = [t.name for t in attention.tensors if t.name not in values and t.name != SEED.name]
+    lacking = [t.name for t in attention.canonical.tensors if t.name not in values and t.name != SEED.name]
     numbers = {n: value for n, value in values.items() if not isinstance(value, Tensor)}
     drawn = drawn_operands(
         attention, lacking, ranges_of(shape, None), numbers, device=_device(), dtype=dtype_named(shape.dtype).torch

@@ -42,13 +42,13 @@ def rows(head_dim: int) -> Iterator[tuple[str, str, dict[str, float]]]:
             found[name] = found.get(name, 0.0) + microseconds / 1e6
 
     triton.knobs.compilation.listener = heard
-    warm = build.Job(causal.canonical_text, "forward", "bf16", 32, 32, "h200", "hopper")
+    warm = build.Job(causal.canonical.text, "forward", "bf16", 32, 32, "h200", "hopper")
     build.build_one(warm)
     for attention in (causal, documents):
         for target in ("triton", "hopper"):
             for direction in directions:
                 job = build.Job(
-                    attention.canonical_text, direction, "bf16", head_dim, head_dim, "h200", target
+                    attention.canonical.text, direction, "bf16", head_dim, head_dim, "h200", target
                 )  # fmt: skip
                 machine, compilations = build.compilations_of(job)
                 for compilation in compilations:

@@ -2,9 +2,14 @@
 
     torchrun --nproc-per-node 2 benchmarks/distributed.py
     torchrun --nproc-per-node 2 benchmarks/distributed.py --rows window,documents --json found.json
+    python benchmarks/distributed.py --predicted      the table of docs/distributed.md, which needs no GPU
+    torchrun --nproc-per-node 2 benchmarks/distributed.py --rows decode
 
-Each figure is the median of several forwards and backwards, timed by events on rank 0 between barriers. `alone` is the
-whole call on one GPU. `torch` is its ring over scaled_dot_product_attention, which has causal masks and none.
+Rows of decode are one step of single tokens over a paged cache that the ranks hold together, in one layer; `alone` is
+the same step over a cache of one GPU. `compared` has the ranks compare each call before they join its results.
+
+Each other figure is the median of several forwards and backwards, timed by events on rank 0 between barriers. `alone`
+is the whole call on one GPU. `torch` is its ring over scaled_dot_product_attention, which has causal masks and none.
 """
 
 from __future__ import annotations
@@ -24,7 +29,8 @@ from torch import Tensor
 
 import weft
 from weft import kv_pos, masks, q_pos
-from weft.distributed import ContextParallel
+from weft.distributed import ContextParallel, ShardedPagedCache
+from weft.kv import PagedCache
 
 window, doc = weft.scalar("window", int), weft.tensor("doc", 2, int)
 CAUSAL = weft.Attention(mask=masks.causal, name="causal")
@@ -61,6 +67,31 @@ ROWS = [
     Row("documents of 8k, 512k H8", DOCUMENTS, 512 * K, 8, 8, {"doc": 8 * K}),
     Row("packed 1k to 64k, 512k H8", CAUSAL, 512 * K, 8, 8, starts=uneven(512 * K, K, 64 * K)),
 ]
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """A step of so many sequences of one length."""
+
+    name: str
+    variant: weft.Attention
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    divide: str = "sequence"  # or "heads"
+    operands: dict[str, Any] = field(default_factory=dict)
+
+
+DECODE_ROWS = [
+    DecodeRow("decode 1 x 1M H32/8", CAUSAL, 1, 1024 * K, 32, 8),
+    DecodeRow("decode 8 x 128k H32/8", CAUSAL, 8, 128 * K, 32, 8),
+    DecodeRow("decode 8 x 128k H32/8, by heads", CAUSAL, 8, 128 * K, 32, 8, "heads"),
+    DecodeRow("decode 64 x 8k H32/8", CAUSAL, 64, 8 * K, 32, 8),
+    DecodeRow("decode 64 x 8k H32/1", CAUSAL, 64, 8 * K, 32, 1),
+    DecodeRow("decode 64 x 8k H32/8, window 4096", RECENT, 64, 8 * K, 32, 8, operands={"window": 4096}),
+]
+ROWS_OF_A_BLOCK = 64  # on each rank
 
 
 def timed(call: Callable[[], Any], turns: int) -> float:
@@ -130,6 +161,46 @@ def measured(row: Row, turns: int) -> dict[str, Any]:
     return found
 
 
+def filled(cache: PagedCache, row: DecodeRow) -> Any:
+    """A step that reads so many random rows."""
+    for pool in (cache.keys(), cache.values()):
+        pool.normal_()
+    sequences = [cache.allocate() for _ in range(row.batch)]
+    cache.extend(sequences, [row.length] * row.batch).commit()  # rows are there already
+    return cache.view(sequences)
+
+
+def decoded(row: DecodeRow, turns: int) -> dict[str, Any]:
+    """Times of a step, in ms."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    sizes: dict[str, Any] = {"kv_heads": row.kv_heads, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
+    query = torch.randn(row.batch, row.heads, 1, 128, device="cuda", dtype=torch.bfloat16)
+    dist.broadcast(query, 0)
+    found: dict[str, Any] = {"row": row.name}
+    for name, agree in (("step", "steps"), ("compared", True), ("alone", None)):
+        shares = ranks if row.divide == "sequence" and agree is not None else 1
+        page = ROWS_OF_A_BLOCK * shares
+        blocks = row.batch * -(-row.length // page)
+        if agree is None:
+            step = filled(PagedCache(blocks, page=page, **sizes), row)
+            own = query
+        else:
+            group = {row.divide: dist.group.WORLD}
+            cache = ShardedPagedCache(blocks, page=page, agree=agree, **group, **sizes)  # type: ignore[arg-type]
+            step, own = filled(cache, row), cache.shard(query)
+        with torch.inference_mode():
+            found[name] = timed(lambda: step.attend(0, row.variant, own, **row.operands), turns) * 1e3  # noqa: B023
+        found[f"{name} GiB"] = step.cache.usage.bytes / 2**30
+    if rank == 0:
+        print(
+            f"{row.name:<34} step {found['step']:7.3f} ms ({found['compared']:.3f} compared), alone "
+            f"{found['alone']:7.3f}: {found['alone'] / found['step']:.2f}x, {found['step GiB']:.2f} of "
+            f"{found['alone GiB']:.2f} GiB",
+            flush=True,
+        )
+    return found
+
+
 def by_torch(row: Row, turns: int) -> float | str:
     """torch's own context parallelism, in ms; what it says where it fails."""
     try:
@@ -151,12 +222,37 @@ def by_torch(row: Row, turns: int) -> float | str:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
 
 
+def predicted() -> None:
+    """What the model says of more devices, as Markdown."""
+    print("| mask, tokens | devices | strategy | balance | times one device | bound by | others |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    full = weft.Attention(name="full")
+    packed = {"cu_seqlens": list(range(0, 512 * K + 1, 8 * K))}
+    rows: list[tuple[str, weft.Attention, int, dict[str, Any]]] = [
+        ("causal, 128k", CAUSAL, 128 * K, {}), ("causal, 1M", CAUSAL, K * K, {}), ("full, 128k", full, 128 * K, {}),
+        ("window 4096, 1M", RECENT, K * K, {"window": 4096}), ("64 x 8k, causal", CAUSAL, 512 * K, packed),
+    ]  # fmt: skip
+    for name, variant, length, given in rows:
+        for ranks in (8, 64, 1024):
+            made = weft.distributed.plan(
+                variant, ranks=ranks, heads=32, kv_heads=8, length=length, head_dim=128, device="h100", **given
+            )
+            others = "; ".join(f"{who.split(',')[0]} {gain:.1f}" for who, _, gain in made.others)
+            found = made.predicted
+            print(
+                f"| {name} | {ranks} | {made.strategy} | {made.balance} | {found.gain:.1f} | {found.bound} | {others} |"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="rows whose name has one of these")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--predicted", action="store_true", help="of more devices, by the model")
     given = parser.parse_args()
+    if given.predicted:
+        return predicted()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     wanted = [r for r in ROWS if any(part in r.name for part in given.rows.split(","))]
@@ -174,6 +270,7 @@ def main() -> None:
                 f"{torchs}",
                 flush=True,
             )
+    results += [decoded(r, given.turns) for r in DECODE_ROWS if any(p in r.name for p in given.rows.split(","))]
     if given.json is not None and dist.get_rank() == 0:
         given.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": results}, indent=1))
     dist.destroy_process_group()

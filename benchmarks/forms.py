@@ -113,7 +113,7 @@ def cases_of(row: Row, targets: Sequence[str]) -> Iterator[Case]:
 def jobs_of(row: Row, cases: Sequence[Case]) -> list[build.Job]:
     """What is compiled ahead; forwards of timed backwards are those of the schedule without tuning."""
     declared, _ = weft_variant(row, "cpu")
-    text = declared.canonical_text
+    text = declared.canonical.text
     jobs = [
         build.Job(text, case.direction, "bf16", row.dim, row.value_dim, DEVICE, case.target, schedule)
         for case in cases

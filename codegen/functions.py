@@ -38,7 +38,7 @@ def parameter_names(attention: Attention, strides: bool, tables: Sequence[ByDist
     tables: what they read by distance.
     """
     names = []
-    for operand in attention.parameters:
+    for operand in attention.canonical.parameters:
         names.append(f"arg_{operand.name}")
         if strides and isinstance(operand, TensorOperand):
             names += [f"s{d}_{operand.name}" for d in range(operand.rank)]
@@ -215,7 +215,7 @@ class FunctionPrinter:
             title = "The score is score_rest and this times q.k." if both else f"The score is this times q.k{unit}."
             texts.append(self.elementwise("score_scale", self._in_units(scale), title, tile=False, is_factor=True))
         else:
-            score = self.facts.attention.folded_score
+            score = self.facts.attention.canonical.folded_score
             found.insert(0, ("scores", self._in_units(self._with_given(score)), f"The score{unit}: {score}"))
         if self.language.is_gpu or not found:
             return texts + [self.elementwise(*each) for each in found]
@@ -249,13 +249,13 @@ class FunctionPrinter:
             return call("mul", Const(LOG2_E), node) if self.base2 else node
         from ..compiler.analysis.values.symbolic import simplify  # lazy: imports sympy, which a warm start does without
 
-        if self.base2 and self.language.module == "gl" and not self.facts.attention.weighs.saves_lse:
+        if self.base2 and self.language.module == "gl" and not self.facts.attention.canonical.weighs.saves_lse:
             return in_base_2(simplify(node))  # an instruction a pair is a larger part there
         return simplify(call("mul", node, Const(LOG2_E)) if self.base2 else node)
 
     def _mask_parts(self) -> list[str]:
-        mask = self.facts.attention.folded_mask
-        if not self.facts.attention.is_masked:
+        mask = self.facts.attention.canonical.folded_mask
+        if not self.facts.attention.canonical.is_masked:
             return []
         title = "True where the query at q_pos sees the key at kv_pos."
         known = self.cells_of_tiles
@@ -274,7 +274,7 @@ class FunctionPrinter:
         return found.cells if self.source == "lists" and found is not None else ()
 
     def _sink_parts(self) -> list[str]:
-        sink = self.facts.attention.folded_sink
+        sink = self.facts.attention.canonical.folded_sink
         if sink is None:
             return []
         return [self.elementwise("sink_logit", sink, f"The sink of a head, in natural units: {sink}", tile=False)]
@@ -282,7 +282,7 @@ class FunctionPrinter:
     def _dropout_parts(self) -> list[str]:
         """dropout_of: the seed, and how many of 32768 pairs are kept."""
         attention = self.facts.attention
-        if not attention.drops:
+        if not attention.canonical.drops:
             return []
         seed = f"arg_{SEED.name}"
         seed = f"{self.language.module}.load({seed})" if self.language.is_gpu else seed
@@ -419,7 +419,7 @@ class FunctionPrinter:
 
     def _table_printer(self, number: int) -> Printer:
         """The printer of what a score has by distance: of a part, and of the same in a table."""
-        score = with_tables(self.facts.attention.folded_score, self.parts)
+        score = with_tables(self.facts.attention.canonical.folded_score, self.parts)
         return replace(self._printer, decides=f"by_distance{number}" in names_that_decide([], [score]))
 
     def _assigned(self, values: list[Expr], printer: Printer | None = None) -> tuple[list[str], Printer, list[Expr]]:

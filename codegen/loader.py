@@ -13,6 +13,8 @@ from types import CodeType, ModuleType
 from ..ir.errors import WeftError
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
+_INCLUDED = re.compile(r'^\{% include "(.+)" %\}\n', re.MULTILINE)
+_HEAD = re.compile(r"^\{#-.*?-#\}\n", re.DOTALL)  # the comment in which a template says what it is
 _folders = [TEMPLATES]
 _modules: dict[tuple[str, str, bool], ModuleType] = {}
 _lock = threading.RLock()
@@ -60,10 +62,16 @@ def digest_of_templates(names: Iterable[str]) -> str:
 
 @cache
 def without_holes(kernel: str, interpret: bool) -> ModuleType:
-    """The module of a kernel whose template has no holes, so that its file is what is loaded."""
+    """The module of a kernel whose template has no holes: its text is loaded, and Jinja is not imported for it."""
     path = TEMPLATES / "triton" / f"{kernel}.py.jinja"
-    text = _read(path)
+    text = text_without_holes(kernel)
     return load(path.with_suffix(""), interpret=interpret, source=text[text.index('"""') :])
+
+
+def text_without_holes(kernel: str) -> str:
+    """The text of such a template, with the parts that it includes: these have no holes either."""
+    text = _read(TEMPLATES / "triton" / f"{kernel}.py.jinja")
+    return _INCLUDED.sub(lambda found: _HEAD.sub("", _read(TEMPLATES / found[1])), text)
 
 
 @lru_cache(maxsize=8)

@@ -84,7 +84,7 @@ def starts_less_lse(facts: Facts, code: CodePlan, adds: bool) -> bool:
     """Whether products of scores start from less the log-sum-exp: nothing else wants them then."""
     sums_reads = any(g.kind != "sink" for g in gradients_in(code, facts))  # over pairs; of a sink, over rows
     linear = facts.linear_scale is not None and not sums_reads
-    return (linear or (adds and not facts.scores_lie_far)) and facts.attention.weighs.saves_lse
+    return (linear or (adds and not facts.scores_lie_far)) and facts.attention.canonical.weighs.saves_lse
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def printed(subject: Subject, functions: str) -> Printed:
 def variant(subject: Subject) -> Variant:
     facts, adds = subject.facts, subject.printer.adds
     return Variant(
-        masked=facts.attention.is_masked,
+        masked=facts.attention.canonical.is_masked,
         by_head=facts.mask_differs_by_head,
         linear=facts.linear_scale is not None or adds,
         adds=adds,
@@ -111,7 +111,7 @@ def variant(subject: Subject) -> Variant:
         far=facts.scores_lie_far,
         tables=bool(subject.tables),
         apart=subject.apart,
-        drops=facts.attention.drops,
+        drops=facts.attention.canonical.drops,
         dropout_arguments=subject.printer.dropout_arguments,
     )
 
@@ -136,7 +136,12 @@ def visits(subject: Subject) -> Visits:
 
 def softmax(subject: Subject) -> Softmax:
     attention = subject.facts.attention
-    return Softmax(attention.weighs, attention.weighs.saves_lse, _texts(subject), attention.folded_sink is not None)
+    return Softmax(
+        attention.canonical.weighs,
+        attention.canonical.weighs.saves_lse,
+        _texts(subject),
+        attention.canonical.folded_sink is not None,
+    )
 
 
 def derivatives(subject: Subject) -> Gradients:
@@ -155,7 +160,7 @@ def sums(subject: Subject) -> Sums:
 
 
 def _read(subject: Subject, i: int, g: OperandGradient) -> Read:
-    positions = {p.name: n for n, p in enumerate(subject.facts.attention.parameters)}
+    positions = {p.name: n for n, p in enumerate(subject.facts.attention.canonical.parameters)}
     return Read(
         i=i,
         is_finite=_is_finite(subject, g),
@@ -210,8 +215,8 @@ def _texts(subject: Subject) -> Blocks | None:
     score = SCORES.get((target.family, subject.signature.direction, linear))
     if score is None:
         return None
-    blocks = blocks_of(facts.attention.weighs, target.family, _terms(subject, linear, splits, score))
-    sinks = facts.attention.folded_sink is not None and not splits  # joined last, once
+    blocks = blocks_of(facts.attention.canonical.weighs, target.family, _terms(subject, linear, splits, score))
+    sinks = facts.attention.canonical.folded_sink is not None and not splits  # joined last, once
     if target.printing.joins_sink and not subject.is_backward and sinks:
         return with_sink(blocks, facts.scores_lie_far, printer.env)
     return blocks
@@ -221,12 +226,12 @@ def _terms(subject: Subject, linear: bool, splits: bool, score: str) -> Terms:
     facts, code, printer, widths = subject.facts, subject.code, subject.printer, subject.signature.widths
     return Terms(
         linear=linear,
-        masked=facts.attention.is_masked,
+        masked=facts.attention.canonical.is_masked,
         score=score.format(env=subject.apart + printer.env),
         sums=tuple(f"acc{i}" for i in range(len(code.segments.v))),
         far=facts.scores_lie_far,
         less_lse=starts_less_lse(facts, code, printer.adds) and not splits,
-        drops=facts.attention.drops,
+        drops=facts.attention.canonical.drops,
         boxed=code.brings_boxes,
         narrow=max(widths.head_dim, widths.value_dim) <= subject.target.printing.narrow_columns,
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +38,48 @@ def constant_while_tracing(function: F) -> F:
     the mark Dynamo would trace the function."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+# what torch's region `context_parallel` puts another function in the place of, as others do
+SDPA = _found("_C._nn.scaled_dot_product_attention", torch.nn.functional.scaled_dot_product_attention)
+
+
+class Region(NamedTuple):
+    """Of `torch.distributed.tensor.experimental.context_parallel`."""
+
+    mesh: Any  # of one dimension; None where this version of torch does not say
+    deals_pairs_of_chunks: Callable[[], bool]  # a chunk from either end to each rank, else neighbours
+
+
+_has_all_rows = ContextVar("_has_all_rows", default=False)
+
+
+def region() -> Region | None:
+    """The one that this is inside of, with tensors that hold the rows of one rank."""
+    return None if _has_all_rows.get() else _region_of(torch.nn.functional.scaled_dot_product_attention)
+
+
+@contextmanager
+def of_all_rows() -> Iterator[None]:
+    """Calls inside are of all rows, wherever they are made."""
+    token = _has_all_rows.set(True)
+    try:
+        yield
+    finally:
+        _has_all_rows.reset(token)
+
+
+@lru_cache(maxsize=16)
+def _region_of(function: Any) -> Region | None:
+    """The region that has put a function in the place of `SDPA`; None where something else has."""
+    module = str(getattr(function, "__module__", ""))
+    if not module.startswith("torch.distributed.tensor.experimental"):
+        return None
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    options: Any = getattr(sys.modules.get(module), "_cp_options", None)
+    if "device_mesh" not in cells or not hasattr(options, "enable_load_balance"):
+        return Region(None, bool)
+    return Region(cells["device_mesh"].cell_contents, lambda: bool(options.enable_load_balance))
 
 
 def is_surely_negative(number: int) -> bool:

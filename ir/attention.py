@@ -146,41 +146,131 @@ class Attention:
             object.__setattr__(self, "name", "attention")
         verify(self, where)
 
-    # -- derived, for the compiler ----------------------------------------------------------------------------------
+    @cached_property
+    def canonical(self) -> CanonicalForm:
+        """The form that it shares with all variants equal to it: `.text`, `.digest`, and what the compiler reads."""
+        return CanonicalForm(self)
+
+    # -- identity ---------------------------------------------------------------------------------------------------
+    def _declarations(self, expressions: tuple[Expr, ...]) -> list[str]:
+        if isinstance(self.dropout, Scalar):
+            expressions = (*expressions, self.dropout)
+        scalar_lines = {
+            s.name: f'{s.name} = weft.scalar("{s.name}", {s.dtype})' for e in expressions for s in scalars(e)
+        }
+        tensor_lines = {
+            t.name: f'{t.name} = weft.tensor("{t.name}", {t.rank}, {t.dtype})' for e in expressions for t in tensors(e)
+        }
+        lines = {**scalar_lines, **tensor_lines}
+        return [lines[k] for k in sorted(lines)]
+
+    def _options(self) -> list[str]:
+        parts = []
+        if self.latent is not None:
+            parts.append(f"latent=weft.Latent(rank={self.latent.rank}, rope={self.latent.rope})")
+        if self.canonical.drops:
+            parts.append(f"dropout={self.dropout}")
+        parts.append(f'name="{self.name}"')
+        if self.normalizer != SOFTMAX.name:
+            parts.append(f'normalizer="{self.normalizer}"')
+        return parts
+
+    def _declared(self) -> tuple[list[str], list[str]]:
+        """Lines that declare the operands, and the fields of the variant, as they were written."""
+        given = {field: getattr(self, field) for field in ("score", "mask", "scale", "sink")}
+        written = {field: expression(value) for field, value in given.items() if value is not None}
+        fields = [f"{field}={node}" for field, node in written.items()]
+        return self._declarations(tuple(written.values())), [*fields, *self._options()]
+
+    def __str__(self) -> str:
+        lines, fields = self._declared()
+        return "\n".join([*lines, f"weft.Attention({', '.join(fields)})"])
+
+    def _repr_html_(self) -> str:
+        """The declaration and its operands, as a notebook shows them."""
+        lines, fields = self._declared()
+        text = "\n".join([*lines, "weft.Attention(", *(f"    {field}," for field in fields), ")"])
+        operands = [
+            (code_html(p.name), escape(self._operand_text(p))) for p in self.canonical.parameters if p.name != SEED.name
+        ]
+        return lines_html(text) + (table_html(operands, ("operands", "")) if operands else "")
+
+    def _operand_text(self, operand: Scalar | TensorOperand) -> str:
+        """What a call gives for an operand, in words."""
+        if isinstance(operand, Scalar):
+            return f"{operand.dtype} number"
+        learns = operand.name in {
+            load.tensor.name for load in (*self.canonical.gradient_loads, *self.canonical.sink_loads)
+        }
+        gradient = ", gets a gradient" if learns else ""
+        return f"{operand.dtype} tensor, {operand.rank} dimension{'s' * (operand.rank != 1)}{gradient}"
+
+    def __repr__(self) -> str:
+        return str(self).splitlines()[-1]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Attention) and self.canonical.text == other.canonical.text
+
+    def __hash__(self) -> int:
+        return hash(self.canonical.text)
+
+    @outside_of_graphs
+    def replace(self: Self, **changes: Any) -> Self:
+        """A copy with some fields changed: `causal.replace(score=50 * weft.tanh(score / 50), name="capped")`."""
+        known = {f.name for f in dataclasses.fields(self)}
+        unknown = sorted(set(changes) - known)
+        if unknown:
+            raise WeftError(f"replace: expected some of {sorted(known)}, got {', '.join(unknown)}")
+        return dataclasses.replace(self, **changes)
+
+
+class CanonicalForm:
+    """What equal variants share, however they were written, each worked out when it is first asked for.
+
+    `Attention.canonical` has it: what the compiler reads of a variant, and its identity.
+    """
+
+    def __init__(self, declared: Attention) -> None:
+        self.declared = declared
+
     @cached_property
     def folded_score(self) -> Expr:
         """The canonical score over the raw dot product `qk`, with the scale folded in."""
-        scale = call("rsqrt", symbol("head_dim")) if self.scale is None else expression(self.scale)
-        score = substitute(expression(self.score), {"score": call("mul", symbol("qk"), scale)})
+        scale = call("rsqrt", symbol("head_dim")) if self.declared.scale is None else expression(self.declared.scale)
+        score = substitute(expression(self.declared.score), {"score": call("mul", symbol("qk"), scale)})
         return canonical(self._of_own_keys(score))
 
     @cached_property
     def folded_mask(self) -> Expr:
         """The canonical mask; Const(True) where nothing is masked."""
-        return canonical(self._of_own_keys(expression(self.mask)))
+        return canonical(self._of_own_keys(expression(self.declared.mask)))
 
     @cached_property
     def folded_sink(self) -> Expr | None:
         """The canonical sink, a float; None where there is none."""
-        if self.sink is None:
+        if self.declared.sink is None:
             return None
-        sink = self._of_own_keys(expression(self.sink))
+        sink = self._of_own_keys(expression(self.declared.sink))
         folded = canonical(sink if sink.dtype == "float" else call("mul", sink, expression(1.0)))
         return None if isinstance(folded, Const) and folded.value == -math.inf else folded
 
     @property
     def drops(self) -> bool:
         """Whether weights are dropped in training."""
-        return isinstance(self.dropout, Scalar) or self.dropout != 0.0
+        return isinstance(self.declared.dropout, Scalar) or self.declared.dropout != 0.0
 
     def _of_own_keys(self, node: Expr) -> Expr:
         """In latent attention every query head has keys of its own, also where they are never written out."""
-        return node if self.latent is None else substitute(node, {"kv_head": symbol("head"), "group": expression(1)})
+        return (
+            node
+            if self.declared.latent is None
+            else substitute(node, {"kv_head": symbol("head"), "group": expression(1)})
+        )
 
     @property
     def weighs(self) -> Normalizer:
         """The record of the normalizer."""
-        return normalizer_named(self.normalizer)
+        return normalizer_named(self.declared.normalizer)
 
     @cached_property
     def is_masked(self) -> bool:
@@ -190,8 +280,8 @@ class Attention:
     def scalars(self) -> tuple[Scalar, ...]:
         """Scalar operands of the call, by name."""
         found = {s.name: s for e in self.expressions for s in scalars(e)}
-        if isinstance(self.dropout, Scalar):
-            found[self.dropout.name] = self.dropout
+        if isinstance(self.declared.dropout, Scalar):
+            found[self.declared.dropout.name] = self.declared.dropout
         return tuple(found[k] for k in sorted(found))
 
     @cached_property
@@ -215,7 +305,11 @@ class Attention:
     @cached_property
     def unread(self) -> frozenset[str]:
         """Names of operands that were declared, but that nothing depends on: `0 * x`. A call may bring them along."""
-        declared = [expression(e) for e in (self.score, self.mask, self.scale, self.sink) if e is not None]
+        declared = [
+            expression(e)
+            for e in (self.declared.score, self.declared.mask, self.declared.scale, self.declared.sink)
+            if e is not None
+        ]
         names = {s.name for e in declared for s in scalars(e)} | {t.name for e in declared for t in tensors(e)}
         return frozenset(names - {p.name for p in self.parameters})
 
@@ -235,93 +329,25 @@ class Attention:
         """All that kernels evaluate."""
         return (self.folded_score, self.folded_mask, *(() if self.folded_sink is None else (self.folded_sink,)))
 
-    # -- identity ---------------------------------------------------------------------------------------------------
-    def _declarations(self, expressions: tuple[Expr, ...]) -> list[str]:
-        if isinstance(self.dropout, Scalar):
-            expressions = (*expressions, self.dropout)
-        scalar_lines = {
-            s.name: f'{s.name} = weft.scalar("{s.name}", {s.dtype})' for e in expressions for s in scalars(e)
-        }
-        tensor_lines = {
-            t.name: f'{t.name} = weft.tensor("{t.name}", {t.rank}, {t.dtype})' for e in expressions for t in tensors(e)
-        }
-        lines = {**scalar_lines, **tensor_lines}
-        return [lines[k] for k in sorted(lines)]
-
-    def _options(self) -> list[str]:
-        parts = []
-        if self.latent is not None:
-            parts.append(f"latent=weft.Latent(rank={self.latent.rank}, rope={self.latent.rope})")
-        if self.drops:
-            parts.append(f"dropout={self.dropout}")
-        parts.append(f'name="{self.name}"')
-        if self.normalizer != SOFTMAX.name:
-            parts.append(f'normalizer="{self.normalizer}"')
-        return parts
-
-    def _declared(self) -> tuple[list[str], list[str]]:
-        """Lines that declare the operands, and the fields of the variant, as they were written."""
-        given = {field: getattr(self, field) for field in ("score", "mask", "scale", "sink")}
-        written = {field: expression(value) for field, value in given.items() if value is not None}
-        fields = [f"{field}={node}" for field, node in written.items()]
-        return self._declarations(tuple(written.values())), [*fields, *self._options()]
-
-    def __str__(self) -> str:
-        lines, fields = self._declared()
-        return "\n".join([*lines, f"weft.Attention({', '.join(fields)})"])
-
-    def _repr_html_(self) -> str:
-        """The declaration and its operands, as a notebook shows them."""
-        lines, fields = self._declared()
-        text = "\n".join([*lines, "weft.Attention(", *(f"    {field}," for field in fields), ")"])
-        operands = [(code_html(p.name), escape(self._operand_text(p))) for p in self.parameters if p.name != SEED.name]
-        return lines_html(text) + (table_html(operands, ("operands", "")) if operands else "")
-
-    def _operand_text(self, operand: Scalar | TensorOperand) -> str:
-        """What a call gives for an operand, in words."""
-        if isinstance(operand, Scalar):
-            return f"{operand.dtype} number"
-        learns = operand.name in {load.tensor.name for load in (*self.gradient_loads, *self.sink_loads)}
-        gradient = ", gets a gradient" if learns else ""
-        return f"{operand.dtype} tensor, {operand.rank} dimension{'s' * (operand.rank != 1)}{gradient}"
-
-    def __repr__(self) -> str:
-        return str(self).splitlines()[-1]
-
     @cached_property
-    def canonical_text(self) -> str:
+    def text(self) -> str:
         """Text shared by all variants that are equal, however they were written; it reads back as one of them.
 
         The scale is folded into the score, so that `scale` is 1 here.
         """
         score = substitute(self.folded_score, {"qk": symbol("score")})
-        lines = self._declarations(self.expressions)
+        lines = self.declared._declarations(self.expressions)
         fields = [f"score={score}", f"mask={self.folded_mask}", "scale=1.0"]
         fields += [] if self.folded_sink is None else [f"sink={self.folded_sink}"]
-        return "\n".join([*lines, f"weft.Attention({', '.join([*fields, *self._options()])})"])
+        return "\n".join([*lines, f"weft.Attention({', '.join([*fields, *self.declared._options()])})"])
 
     @cached_property
     def line(self) -> str:
         """The canonical text on one line, as torch ops take it: torch 2.11 prints arguments of ops into comments of the
         code that it generates, and a second line would be code."""
-        return self.canonical_text.replace("\n", "; ")
+        return self.text.replace("\n", "; ")
 
     @cached_property
     def digest(self) -> str:
         """Eight hex digits of the canonical text."""
-        return hashlib.sha256(self.canonical_text.encode()).hexdigest()[:8]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Attention) and self.canonical_text == other.canonical_text
-
-    def __hash__(self) -> int:
-        return hash(self.canonical_text)
-
-    @outside_of_graphs
-    def replace(self: Self, **changes: Any) -> Self:
-        """A copy with some fields changed: `causal.replace(score=50 * weft.tanh(score / 50), name="capped")`."""
-        known = {f.name for f in dataclasses.fields(self)}
-        unknown = sorted(set(changes) - known)
-        if unknown:
-            raise WeftError(f"replace: expected some of {sorted(known)}, got {', '.join(unknown)}")
-        return dataclasses.replace(self, **changes)
+        return hashlib.sha256(self.text.encode()).hexdigest()[:8]

@@ -123,7 +123,7 @@ def dense_mask(
 ) -> Tensor:
     """The mask as a bool tensor [B, Hq, L, T], for operands of this dtype; only the reference ever makes it."""
     dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    return evaluate(attention.folded_mask, env, dtype, device).expand(shape)
+    return evaluate(attention.canonical.folded_mask, env, dtype, device).expand(shape)
 
 
 def positions(
@@ -176,20 +176,22 @@ def reference(
         mask = torch.zeros(shape, dtype=torch.bool, device=device)
     # A hidden score may be NaN, or have an infinite derivative: it must reach neither softmax nor gradients.
     env["qk"] = torch.where(mask, query @ key.transpose(-1, -2), 0)
-    score = evaluate(attention.folded_score, env, dtype, device, mask).to(dtype).expand(shape)
+    score = evaluate(attention.canonical.folded_score, env, dtype, device, mask).to(dtype).expand(shape)
     score = torch.where(mask, score, -math.inf)
-    if attention.folded_sink is None:
-        weights, lse = _weights(attention.weighs, score, mask)
+    if attention.canonical.folded_sink is None:
+        weights, lse = _weights(attention.canonical.weighs, score, mask)
         return _dropped(attention, weights, env) @ value, lse
-    sink = evaluate(attention.folded_sink, env, dtype, device).expand(*shape[:-1], 1)
-    weights, lse = _weights(attention.weighs, torch.cat([score, sink], -1), torch.cat([mask, sink > -math.inf], -1))
+    sink = evaluate(attention.canonical.folded_sink, env, dtype, device).expand(*shape[:-1], 1)
+    weights, lse = _weights(
+        attention.canonical.weighs, torch.cat([score, sink], -1), torch.cat([mask, sink > -math.inf], -1)
+    )
     # infinity less infinity is NaN in the weights, as in torch.softmax; so it is here
     return _dropped(attention, weights[..., :-1], env) @ value, torch.where(sink[..., 0] == math.inf, math.nan, lse)
 
 
 def _dropped(attention: Attention, weights: Tensor, env: Mapping[str, Value]) -> Tensor:
     """Weights [B, Hq, L, T] without those that dropout takes, the others larger by what they are fewer."""
-    if not attention.drops:
+    if not attention.canonical.drops:
         return weights
     kept = pairs_kept(
         float(env[attention.dropout.name] if isinstance(attention.dropout, Scalar) else attention.dropout)
@@ -212,7 +214,7 @@ def ragged_reference(
     batch, q_rows, kv_rows = query.shape[0], query.shape[2], key.shape[2]
     if batch == 0:
         return reference(attention, query, key, value, operands, 0, head_dim)
-    nothing = -math.inf if attention.weighs.saves_lse else math.nan
+    nothing = -math.inf if attention.canonical.weighs.saves_lse else math.nan
     outs, lses = [], []
     for b in range(batch):
         own = [r for r in rows if r.row == b]
@@ -223,7 +225,7 @@ def ragged_reference(
         row_outs, row_lses = [], []
         for i, part in enumerate(q_parts):
             r = own[i // 2] if i % 2 else None
-            sees = r is not None and r.q_len and (r.kv_len or attention.folded_sink is not None)
+            sees = r is not None and r.q_len and (r.kv_len or attention.canonical.folded_sink is not None)
             if r is None or not sees:  # between sequences, or nothing to see
                 row_outs.append(part.new_zeros(*part.shape[:3], value.shape[3]))
                 row_lses.append(part.new_full(part.shape[:3], nothing))

@@ -98,11 +98,11 @@ def jobs_of(
         raise WeftError(f"build: latent attention is not built ahead yet, got {', '.join(latent)}")
     if page < 1 or page & (page - 1) or page > LARGEST_PAGE:
         raise WeftError(f"build: page: expected a power of two from 1 to {LARGEST_PAGE}, got {page}")
-    attentions = [each for a in attentions for each in ((a, a.replace(dropout=0.0)) if a.drops else (a,))]
+    attentions = [each for a in attentions for each in ((a, a.replace(dropout=0.0)) if a.canonical.drops else (a,))]
     kinds = [(d, k, 0) for k in sequences for d in directions if d == "forward" or not kind_named(k).keys.pooled]
     kinds += [("forward", k, group) for k in sequences if not kind_named(k).keys.packed for group in decode]
     return [
-        Job(a.canonical_text, direction, dtype, width, width, device, target, schedule, kind, page, group)
+        Job(a.canonical.text, direction, dtype, width, width, device, target, schedule, kind, page, group)
         for a in attentions for dtype in dtypes for width in head_dims for direction, kind, group in kinds
     ]  # fmt: skip
 
@@ -185,7 +185,7 @@ def compilations_of(job: Job) -> tuple[hardware.Hardware, list[Compilation]]:
         offset_kind(call.sequences.q_offset), wanted, boxed=boxed_of(variant.facts, call.operands),
     )  # fmt: skip
     signature = replace(
-        signature_of(described, masked=attention.is_masked, sums_pairs=False), serves="all",
+        signature_of(described, masked=attention.canonical.is_masked, sums_pairs=False), serves="all",
         few_queries=job.group > 0, short_call=job.group > 0,  # as a step of few queries is
     )  # fmt: skip
     signatures = [signature]
@@ -213,7 +213,7 @@ def sample_call(variant: Variant, job: Job) -> Call:
     sizes = ((job.group or 1, 1 if job.group else 32, job.head_dim), (1, rows, job.head_dim), (1, rows, job.value_dim))
     query, key, value = (torch.empty(1, *size, dtype=dtype, device="cpu") for size in sizes)
     operands: dict[str, Operand] = {}
-    for p in variant.attention.parameters:
+    for p in variant.attention.canonical.parameters:
         is_tensor = isinstance(p, TensorOperand)
         operands[p.name] = torch.empty([16] * p.rank, dtype=_KINDS[p.dtype], device="cpu") if is_tensor else 1  # type: ignore[union-attr]
         if not is_tensor and p.dtype == "float":

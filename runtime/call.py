@@ -219,6 +219,7 @@ class Choices:
     # gradients must be bitwise repeatable; None: those of operands, the query's where nothing else is faster
     deterministic: bool | None = None
     out: str | None = None  # the dtype of the output, by name; None: the usual one
+    part: bool = False  # its queries see other keys too, which another call has: no call of ops is such a part
 
     @property
     def text(self) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..codegen.launch.scaled import BLOCKS, Scaled, by_rows
 from ..compiler.planning.dtypes import EIGHTHS, dtype_named, named_by_torch
 from ..compiler.planning.signature import usual_out
-from ..ir.errors import collected
+from ..ir.errors import Problem, collected, shown
 from .options import CallOptions
 from .settings import checks_values
 
@@ -49,8 +49,8 @@ OF_CACHE = "_weft_of_cache"  # an attribute of what a cache of FP8 gives: it has
 def refuse_bare(name: str, key: Tensor, options: CallOptions) -> None:
     """Raise WeftError for keys of a cache whose descales are left behind."""
     if options.k_descale is None and getattr(key, OF_CACHE, False):
-        what = "missing, and the cache that the key comes from has some; pass **step.options_of(layer)"
-        raise collected(name, [f"k_descale: {what}"])
+        what, how = "missing, and the cache that the key comes from has some", "pass **step.options_of(layer)"
+        raise collected(name, [Problem(option="k_descale", what=what, next_step=how)])
 
 
 def out_name(options: CallOptions) -> str | None:
@@ -70,32 +70,39 @@ def _canonical(operand: str, tensor: Tensor, descale: float | Tensor) -> Tensor:
     return descale.expand(batch, heads, blocks, 1)
 
 
-def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterator[str]:
+def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterator[Problem]:
     """What keeps a value from being the descale of an operand."""
     n, tensor = OF[operand], main[operand]
     if tensor is None:
-        yield f"{n}: the value is columns of the key here, and k_descale is the descale of both"
+        what = "the value is columns of the key here, and k_descale is the descale of both"
+        yield Problem(option=n, what=what, next_step=f"leave {n} out")
         return
     if tensor.dtype not in FP8:
-        yield f"{n}: expected None, as {operand} is {tensor.dtype}; descales are of FP8 operands, torch.float8_e4m3fn"
+        how = "descales are of FP8 operands, torch.float8_e4m3fn"
+        yield Problem(option=n, expected=f"None, as {operand} is {tensor.dtype}", got=_said(descale), next_step=how)
         return
     if not isinstance(descale, Tensor):
         if isinstance(descale, bool) or not isinstance(descale, (int, float, torch.SymFloat)):
-            yield f"{n}: expected a float or a float32 tensor, got {type(descale).__name__}"
+            yield Problem(option=n, expected="a float or a float32 tensor", got=type(descale).__name__)
         elif isinstance(descale, (int, float)) and not 0.0 < descale < inf:
-            yield f"{n}: expected a positive number, got {descale}"
+            yield Problem(option=n, expected="a positive number", got=shown(descale))
         return
     if descale.dtype != torch.float32 or descale.device != tensor.device:
         got = f"{descale.dtype} on {descale.device}"
-        yield f"{n}: expected float32 on {tensor.device}, got {got}; cast it, {n}.float()"
+        yield Problem(option=n, expected=f"float32 on {tensor.device}", got=got, next_step=f"cast it, {n}.float()")
     elif descale.requires_grad and torch.is_grad_enabled():
-        yield f"{n}: a descale has no gradient; pass {n}.detach()"
+        yield Problem(option=n, what="a descale has no gradient", next_step=f"pass {n}.detach()")
     elif not fits(operand, tensor, descale, pooled):
-        yield f"{n}: expected {_shapes(operand, tensor, pooled)}, got shape {list(descale.shape)}"
+        yield Problem(option=n, expected=_shapes(operand, tensor, pooled), got=f"shape {list(descale.shape)}")
     elif not torch.compiler.is_compiling() and (descale.is_cpu or checks_values()):
         wrong = descale[~((descale > 0.0) & (descale < inf))]
         if wrong.numel():
-            yield f"{n}: expected positive numbers, got {wrong[0].item()}"
+            yield Problem(option=n, expected="positive numbers", got=str(wrong[0].item()))
+
+
+def _said(descale: object) -> str:
+    """A descale in a message: a tensor by its shape."""
+    return f"a tensor of shape {list(descale.shape)}" if isinstance(descale, Tensor) else shown(descale)
 
 
 def fits(operand: str, tensor: Tensor, descale: Tensor, pooled: bool) -> bool:
@@ -124,17 +131,15 @@ def _shapes(operand: str, tensor: Tensor, pooled: bool) -> str:
     )
 
 
-def _out_problems(main: Main, out_dtype: torch.dtype | None) -> Iterator[str]:
+def _out_problems(main: Main, out_dtype: torch.dtype | None) -> Iterator[Problem]:
     """What keeps this from being the dtype of the output."""
     if out_dtype is None:
         return
     query, key, value = main["query"], main["key"], main["value"]
     assert query is not None and key is not None
     if not FP8 & {t.dtype for t in (query, key, value) if t is not None} and out_dtype != query.dtype:
-        yield (
-            f"out_dtype: expected {query.dtype} as the query is, got {out_dtype}; others are for calls with FP8 "
-            "operands"
-        )
+        expected, how = f"{query.dtype} as the query is", "others are for calls with FP8 operands"
+        yield Problem(option="out_dtype", expected=expected, got=str(out_dtype), next_step=how)
 
 
 def out_dtype_of(query: Tensor, key: Tensor, value: Tensor | None, named: str | None = None) -> torch.dtype:

@@ -372,7 +372,7 @@ def _check_names(given: Schedule, signature: Signature, facts: Facts) -> None:
 
 def _every_kernel(given: Schedule, signature: Signature, facts: Facts) -> Iterator[Sequence[Kernel]]:
     """The kernels of all targets for both directions; first those of targets that the schedule names."""
-    operands = {operand.name for operand in facts.attention.tensors}
+    operands = {operand.name for operand in facts.attention.canonical.tensors}
     everything = replace(signature, wanted=signature.wanted | operands | {"query", "key", "value", "rope"})
     algorithms: set[Algorithm] = {given.algorithm, *(("flash",) if given.algorithm == "split_kv" else ())}
     named = {choice.target for choice in given.kernels.values()}
@@ -403,7 +403,10 @@ def _compiled(
     found = resolve(attention, signature, hardware, target, schedule, unfit)
     code = found.code
     facts = facts_of(attention).with_order(code.signature.sequences.in_order)
-    settings.trace(settings.IR, f"{attention.name}: score = {attention.folded_score}; mask = {attention.folded_mask}")
+    settings.trace(
+        settings.IR,
+        f"{attention.name}: score = {attention.canonical.folded_score}; mask = {attention.canonical.folded_mask}",
+    )
     # CodePlan -> source, unless an edited copy or the cache has it -> module
     entry = cache.load_or_build(cache_key(attention, code), lambda: _generate(facts, code, found.target))
     settings.trace(settings.SOURCE, entry.source)
@@ -429,7 +432,7 @@ def _module_beside(facts: Facts, code: CodePlan, kernel: KernelCode) -> ModuleTy
 def _measures_key(facts: Facts, code: CodePlan, kernel: KernelCode) -> cache.Key:
     return cache.Key(
         name=str(facts.attention.name), kernel=f"tile_{facts.tile_source}", target=kernel.target,
-        layout=code.signature.arch, variant=facts.attention.canonical_text, schedule=_measures_kind(code),
+        layout=code.signature.arch, variant=facts.attention.canonical.text, schedule=_measures_kind(code),
     )  # fmt: skip
 
 
@@ -439,7 +442,7 @@ def _tables_key(facts: Facts, code: CodePlan, kernel: KernelCode) -> cache.Key:
     parts = "; ".join([*(table.part.text for table in tables_in(code, facts)), *indices])
     return cache.Key(
         name=str(facts.attention.name), kernel=kernel.name, target=kernel.target, layout=code.signature.arch,
-        variant=facts.attention.canonical_text, schedule=f"{_measures_kind(code)} {parts}",
+        variant=facts.attention.canonical.text, schedule=f"{_measures_kind(code)} {parts}",
     )  # fmt: skip
 
 
@@ -481,6 +484,6 @@ def cache_key(attention: Attention, code: CodePlan) -> cache.Key:
         kernel=f"{code.schedule.algorithm}_{code.signature.direction}",
         target=code.target,
         layout=f"{code.signature.label}-{code.signature.arch}",
-        variant=attention.canonical_text,
+        variant=attention.canonical.text,
         schedule=f"{code.schedule}; {code.signature}; {own}",
     )

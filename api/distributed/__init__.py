@@ -1,6 +1,9 @@
-"""Attention over several devices: plans of who owns which rows, and calls on the rows that a rank holds."""
+"""Attention over several devices: plans of who owns which rows, calls on the rows that a rank holds, and caches."""
 
 from .context import ContextParallel
+from .decode import ShardedDenseCache, ShardedPagedCache
 from .shardplan import Links, Predicted, ShardPlan, Task, plan
 
-__all__ = ["ContextParallel", "Links", "Predicted", "ShardPlan", "Task", "plan"]
+__all__ = [
+    "ContextParallel", "Links", "Predicted", "ShardPlan", "ShardedDenseCache", "ShardedPagedCache", "Task", "plan",
+]  # fmt: skip

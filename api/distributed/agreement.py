@@ -20,13 +20,13 @@ class Agreement:
     """Of the ranks of a group. It speaks over gloo, from host to host, so that no device waits."""
 
     def __init__(self, group: Any) -> None:
-        ranks = dist.get_process_group_ranks(group)
+        self.members = ranks = dist.get_process_group_ranks(group)  # as all processes count them
         is_gloo = dist.get_backend(group) == "gloo"
         self.group = group if is_gloo else dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        self.rank, self.ranks, self.calls = dist.get_rank(group), len(ranks), 0
+        self.rank, self.ranks, self.calls = dist.get_rank(), len(ranks), 0
 
     def check(self, told: Mapping[str, str], problem: Exception | None) -> None:
-        """told: what a rank calls, by the name of each thing, short. problem: what is wrong with its call.
+        """told: what a rank calls, by the name of each thing, short; first what it calls. problem: what is wrong.
 
         Raises WeftError on every rank where they differ, or where one has a problem, saying which rank and what. The
         rank that has a problem raises that itself.
@@ -37,7 +37,7 @@ class Agreement:
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         mine = torch.tensor([digest, int(problem is None) * _SOUND])
         every = torch.empty(2 * self.ranks, dtype=torch.int64)
-        name = told.get("variant", "").split(" ")[0]
+        name = next(iter(told.values()), "").split(" ")[0]
         try:
             all_gather(every, mine, self.group)
             digests, sound = every.view(-1, 2).unbind(1)
@@ -51,20 +51,20 @@ class Agreement:
                 f"them has ended or makes no such call: {str(error).splitlines()[0]}"
             ) from error
         if problem is None:
-            raise WeftError(f"{name}: {_difference(self.rank, [json.loads(t) for t in texts])}")
+            raise WeftError(f"{name}: {_difference(self.members, [json.loads(t) for t in texts])}")
 
 
-def _difference(rank: int, said: list[Any]) -> str:
-    """What ranks disagree about, in words. said: of each rank, what it calls, and what is wrong with that."""
-    failing = [n for n, (_, problem) in enumerate(said) if problem is not None]
-    if failing:
-        return f"rank {failing[0]} cannot make this call: {said[failing[0]][1]}"
+def _difference(members: list[int], said: list[Any]) -> str:
+    """What ranks disagree about, in words. said: of each of them, what it calls, and what is wrong with that."""
+    for rank, (_, problem) in zip(members, said):
+        if problem is not None:
+            return f"rank {rank} cannot make this call: {problem}"
     lines = []
     for what in said[0][0]:
         values = [words.get(what) for words, _ in said]
         by_value: dict[str, list[int]] = {}
-        for n, value in enumerate(values):
-            by_value.setdefault(value, []).append(n)
+        for rank, value in zip(members, values):
+            by_value.setdefault(value, []).append(rank)
         if len(by_value) > 1:
             usual = max(by_value, key=lambda value: len(by_value[value]))
             for value, ranks in by_value.items():

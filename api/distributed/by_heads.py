@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..codegen.torch_private import of_all_rows
 from .placed import names_beside, placed
 from .rows import Deal, count, places
 from .shardplan import ShardPlan
@@ -30,7 +31,7 @@ def attended(
     query, key, value = (_ToHeads.apply(cp, deal, tensor, heads) for tensor, (deal, heads) in sides)
     variant = _variant(plan)
     names = names_beside(plan.attention)
-    read = {p.name for p in variant.parameters}
+    read = {p.name for p in variant.canonical.parameters}
     beside: dict[str, Any] = {names.head: rank * sizes.heads // ranks}
     where: dict[str, Any] = {}
     if plan.starts is None:
@@ -44,8 +45,9 @@ def attended(
         where["cu_seqlens_q"] = where["cu_seqlens_kv"] = starts
     given = {n: _Shared.apply(cp, _widened(v, query)) if _learns(v) else v for n, v in operands.items() if n in read}
     given |= {n: v for n, v in beside.items() if n in read}
-    found = variant(query, key, value, **where, return_lse=return_lse, target=target, deterministic=deterministic,
-                    operands=given)  # fmt: skip
+    with of_all_rows():
+        found = variant(query, key, value, **where, return_lse=return_lse, target=target, deterministic=deterministic,
+                        operands=given)  # fmt: skip
     out, lse = found if return_lse else (found, None)
     out = _ToRows.apply(cp, plan.queries, out, sizes.heads)
     return out, None if lse is None else _ToRows.apply(cp, plan.queries, lse[..., None], sizes.heads)[..., 0]

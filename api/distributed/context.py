@@ -20,13 +20,14 @@ from ..runtime.options import CallOptions
 from ..runtime.run.variant import Variant, variant_of
 from . import agreement, by_heads, shardplan
 from .collectives import all_gather
-from .exchange import AtHand, Fetch, Route
+from .exchange import AtHand, Fetch, Return, Route
 from .portions import (
+    Given,
     Joined,
+    OperandSums,
     Portion,
     Portions,
     Sum,
-    Sums,
     given_at,
     gradients,
     operand_names,
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+UNTRACED = (
+    "ContextParallel.attention sends and receives, which torch.compile does not trace; compile the layers around it, "
+    "or leave out fullgraph=True"
+)
 KINDS: Mapping[str, type] = {"int": int, "float": float}
 
 
@@ -102,6 +107,14 @@ class ContextParallel:
             )
         return _Whole.apply(self, deal, tensor, dim)
 
+    def share(self, tensor: Tensor) -> Tensor:
+        """The same tensor, of whose gradient this rank gets an equal share.
+
+        `attention` gives each rank the whole gradient of an operand. A parameter whose gradients something else sums
+        over these ranks, as FSDP and DDP do, goes through this, so that it counts once.
+        """
+        return _Share.apply(tensor, self.ranks)
+
     # -- attention -----------------------------------------------------------------------------------------------------
     def attention(
         self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, *, plan: ShardPlan,
@@ -116,20 +129,21 @@ class ContextParallel:
         Raises WeftError on all ranks where one of them calls something else.
         """
         if torch.compiler.is_compiling():
-            raise UnavailableError(
-                f"{attention.name}: ContextParallel.attention is not traced by torch.compile; compile the layers "
-                "around it"
-            )
-        operands = {n: v for n, v in operands.items() if n not in attention.unread}  # as other calls do
+            torch._dynamo.graph_break(msg=UNTRACED)  # raises where graphs may not break
+            return torch.compiler.disable(self.attention, reason=UNTRACED)(
+                attention, query, key, value, plan=plan, return_lse=return_lse, target=target,
+                deterministic=deterministic, **operands,
+            )  # fmt: skip
+        operands = {n: v for n, v in operands.items() if n not in attention.canonical.unread}  # as other calls do
         problem = self._problem(attention, query, key, value, plan, operands)
-        if return_lse and not attention.weighs.saves_lse:
+        if return_lse and not attention.canonical.weighs.saves_lse:
             what = f"the normalizer {attention.normalizer} has no log-sum-exp"
             raise WeftError.of(str(attention.name), Problem(option="return_lse", what=what))
         if self.agreement is not None:
             self.agreement.check(_told(attention, query, key, value, plan, operands, return_lse), problem)
         if problem is not None:
             raise problem
-        own = {p.name: p for p in attention.parameters}
+        own = {p.name: p for p in attention.canonical.parameters}
         given = {n: v if isinstance(v, Tensor) else as_number(v, KINDS[own[n].dtype])
                  for n, v in operands.items() if n in own}  # fmt: skip
         if plan.strategy == "heads":
@@ -225,7 +239,7 @@ def _told(
     shapes = [f"{n} {[*t.shape]} {str(t.dtype)[6:]}" for n, t in operands.items() if isinstance(t, Tensor)]
     numbers = [f"{n}={v!r}" for n, v in operands.items() if not isinstance(v, Tensor)]
     return {
-        "variant": f"{attention.name} ({attention.digest})",
+        "variant": f"{attention.name} ({attention.canonical.digest})",
         "plan": plan.told,
         "dtypes": ", ".join(str(t.dtype)[6:] for t in (query, key, value) if isinstance(t, Tensor)),
         "operands": "; ".join((*shapes, *numbers)),
@@ -254,14 +268,33 @@ def _routes(plan: ShardPlan, rank: int, group: Any) -> list[Route]:
 
 
 class _Work:
-    """One call on one rank: what forward and backward share."""
+    """One call on one rank, of some of its heads: what forward and backward share."""
 
-    def __init__(self, state: _State, query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, state: _State, query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Tensor], group: int
+    ) -> None:
         self.plan, self.rank, self.choices = state.plan, state.cp.rank, state.choices
-        self.query, self.key, self.value = query, key, value
+        of_group = [t.shape[1] // self.plan.groups for t in (query, key, value)]
+        self.query, self.key, self.value = (
+            t if n == t.shape[1] else t[:, group * n : (group + 1) * n] for t, n in zip((query, key, value), of_group)
+        )
+        self.first_head = group * of_group[0]
+        self.heads = slice(self.first_head, self.first_head + of_group[0])
         self.parts, self.routes = _parts(self.plan), _routes(self.plan, self.rank, state.cp.group)
         self.own = self.plan.queries.rows(self.rank)
         self.operands = {**state.numbers, **dict(zip(state.names, tensors))}
+        self.most = self.parts.most(self.rank)
+
+    @classmethod
+    def of_groups(
+        cls, state: _State, query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Tensor]
+    ) -> list[_Work]:
+        """One for each group of heads."""
+        return [cls(state, query, key, value, tensors, n) for n in range(state.plan.groups)]
+
+    def start(self, step: int) -> Fetch:
+        """Begin to fetch the keys of a step."""
+        return self.routes[step].start(self.key, self.value)
 
     def calls(self, step: int, at_hand: AtHand) -> Iterator[tuple[Portion, Variant, Call]]:
         """The portions of a step, and how each is called."""
@@ -276,7 +309,8 @@ class _Work:
             yield portion, *self._call(portion, nothing)
 
     def _call(self, portion: Portion, keys: tuple[Tensor, Tensor]) -> tuple[Variant, Call]:
-        return self.parts.call(portion, (self._own(self.query, portion), *keys), self.operands, self.choices)
+        tensors = self._own(self.query, portion), *keys
+        return self.parts.call(portion, tensors, self.operands, self.choices, self.first_head)
 
     def rows(self, portion: Portion) -> Run:
         """Where the queries of a portion lie among those of the rank."""
@@ -288,28 +322,38 @@ class _Work:
 
 
 class _Sharded(torch.autograd.Function):
-    """Forward: keys travel to queries. Backward: in a ring they do so again, and gradients of keys travel back."""
+    """Forward: keys travel to queries. Backward: they do so again, where they were not kept, and gradients of keys
+    travel back. Keys of a step, or of a group of heads, travel while those of the one before are computed."""
 
     @staticmethod
     def forward(ctx: Any, state: _State, query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> Any:
-        work = _Work(state, query, key, value, tensors)
-        done = Joined(query, value.shape[3], work.parts)
-        kept: list[AtHand | None] = []
-        fetch = work.routes[0].start(key, value)
-        for step in range(len(work.routes)):
+        works = _Work.of_groups(state, query, key, value, tensors)
+        found, kept = [], list[AtHand | None]()
+        legs = [(work, step) for work in works for step in range(len(work.routes))]
+        fetch = legs[0][0].start(0)
+        for n, (work, step) in enumerate(legs):
+            if step == 0:
+                done = Joined(work.query, value.shape[3], work.parts, work.most.of_queries)
             at_hand = fetch.wait()
-            if step + 1 < len(work.routes):
-                fetch = work.routes[step + 1].start(key, value)
+            if n + 1 < len(legs):
+                following, its_step = legs[n + 1]
+                fetch = following.start(its_step)
             for portion, variant, call in work.calls(step, at_hand):
                 done.add(work.rows(portion), *variant.forward(call))
-            kept.append(None if state.plan.strategy == "ring" else at_hand)
-        for portion, variant, call in work.sinks():
-            done.add(work.rows(portion), *variant.forward(call))
-        out, lse = done.result()
-        ctx.state, ctx.kept, ctx.is_far = state, kept, done.is_far
+            kept.append(at_hand if state.plan.keeps else None)
+            del at_hand
+            if step + 1 == len(work.routes):
+                for portion, variant, call in work.sinks():
+                    done.add(work.rows(portion), *variant.forward(call))
+                found.append(done.result())
+        is_far = done.is_far
+        out, lse = (
+            found[0] if len(found) == 1 else (torch.cat(of_all, axis) for of_all, axis in zip(zip(*found), (1, -2)))
+        )
+        ctx.state, ctx.kept, ctx.is_far = state, kept, is_far
         ctx.save_for_backward(query, key, value, out, lse, *tensors)
         ctx.set_materialize_grads(False)
-        return out, lse.sum(0) if done.is_far else lse
+        return out, lse.sum(0) if is_far else lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
@@ -322,42 +366,87 @@ class _Sharded(torch.autograd.Function):
         # gradients of operands are sums over portions and ranks, which are rounded once, at the end
         exactly = [t.to(torch.promote_types(t.dtype, wide(query))) if n in wanted else t
                    for n, t in zip(state.names, tensors)]  # fmt: skip
-        work = _Work(state, query, key, value, exactly)
         dout = torch.zeros_like(out) if dout is None else dout
         if dlse is not None and ctx.is_far:  # kernels read the gradient of either statistic
             dlse = dlse.expand(2, *dlse.shape)
-        sums = Sums(work.query, {n: t for n, t in zip(state.names, tensors) if n in wanted})
-        dkey, dvalue = (torch.zeros(t.shape, dtype=wide(t), device=t.device) for t in (key, value))
-        returns, ahead = [], dict[int, Fetch]()
-        order = [*range(1, len(work.routes)), 0]  # others' keys first: gradients travel while its own are computed
-        for n, step in enumerate(order):
-            at_hand = ctx.kept[step]
+        of_operands = OperandSums(query, {n: t for n, t in zip(state.names, tensors) if n in wanted})
+        works = _Work.of_groups(state, query, key, value, exactly)
+        backwards = [_Backward(work, Given(out, lse, dout, dlse), wanted, of_operands) for work in works]
+        # others' keys first: gradients travel while its own are computed
+        legs = [(n, step) for n, work in enumerate(works) for step in (*range(1, len(work.routes)), 0)]
+        ahead = list[Fetch]()
+        for place, (n, step) in enumerate(legs):
+            at_hand = ctx.kept[n * len(works[n].routes) + step]
             if at_hand is None:
-                at_hand = (ahead.pop(step, None) or work.routes[step].start(key, value)).wait()
-                if n + 1 < len(order):
-                    ahead[order[n + 1]] = work.routes[order[n + 1]].start(key, value)
-            of_key, of_value = Sum(at_hand.key), Sum(at_hand.value)
-            for portion, variant, call in work.calls(step, at_hand):
-                rows = work.rows(portion)
-                given = given_at(rows, out, lse, dout, dlse)
-                found = gradients(variant, call, given, wanted)
-                sums.add(rows, found)
-                there = run_in(portion.keys, at_hand.rows)
-                for name, total in (("key", of_key), ("value", of_value)):
-                    if name in found:
-                        total.add(there, found[name])
-            if wanted & {"key", "value"}:
-                returns.append(work.routes[step].give_back(of_key.result(), of_value.result()))
-            if len(returns) > 1:  # a ring holds gradients of two steps at most
-                returns.pop(0).add_to(dkey, dvalue)
-        for portion, variant, call in work.sinks():
-            rows = work.rows(portion)
-            given = given_at(rows, out, lse, dout, dlse)
-            sums.add(rows, sink_gradients(variant, call, given, wanted))
-        for returned in returns:
-            returned.add_to(dkey, dvalue)
-        found = {**sums.result(state.cp.group), "key": dkey.to(key.dtype), "value": dvalue.to(value.dtype)}
+                at_hand = (ahead.pop() if ahead else works[n].start(step)).wait()
+                if place + 1 < len(legs):
+                    following, its_step = legs[place + 1]
+                    ahead.append(works[following].start(its_step))
+            backwards[n].step(step, at_hand)
+            del at_hand
+            if n and step == legs[0][1]:
+                backwards[n - 1].end()
+        backwards[-1].end()
+        parts = {name: [b.sums[name].result() for b in backwards] for name in ("query", "key", "value")}
+        found = {n: t[0] if len(t) == 1 else torch.cat(t, 1) for n, t in parts.items()}
+        found |= of_operands.result(state.cp.group)
         return None, *(found[n] if n in wanted else None for n in every)
+
+
+class _Backward:
+    """The backward of some heads."""
+
+    def __init__(self, work: _Work, given: Given, wanted: frozenset[str], of_operands: OperandSums) -> None:
+        self.work, self.wanted, self.of_operands = work, wanted, of_operands
+        heads = work.heads
+        dlse = given.dlse if given.dlse is None else given.dlse[..., heads, :]
+        self.given = Given(given.out[:, heads], given.lse[..., heads, :], given.dout[:, heads], dlse)
+        self.sums = {
+            "query": Sum(work.query, work.most.of_queries),
+            "key": Sum(work.key, work.most.of_own_keys),
+            "value": Sum(work.value, work.most.of_own_keys),
+        }
+        self.returns: list[Return] = []
+
+    def step(self, step: int, at_hand: AtHand) -> None:
+        """Gradients of the portions of a step, and those of its keys on their way."""
+        work, most = self.work, self.work.most.of_keys[step]
+        of_keys = {"key": Sum(at_hand.key, most), "value": Sum(at_hand.value, most)}
+        for portion, variant, call in work.calls(step, at_hand):
+            rows, there = work.rows(portion), run_in(portion.keys, at_hand.rows)
+            found = gradients(variant, call, given_at(rows, *self.given), self.wanted)
+            self.of_operands.add(found)
+            if "query" in found:
+                self.sums["query"].add(rows, found["query"])
+            for name, total in of_keys.items():
+                if name in found:
+                    total.add(there, found[name])
+        if self.wanted & {"key", "value"}:
+            returned = work.routes[step].give_back(*(total.result() for total in of_keys.values()))
+            self.returns.append(returned)
+        if len(self.returns) > 1:  # a ring holds gradients of two steps at most
+            self.returns.pop(0).add_to(self.sums["key"], self.sums["value"])
+
+    def end(self) -> None:
+        """What is under way arrives, and sinks have theirs."""
+        for portion, variant, call in self.work.sinks():
+            rows = self.work.rows(portion)
+            found = sink_gradients(variant, call, given_at(rows, *self.given), self.wanted)
+            self.of_operands.add(found)
+        for returned in self.returns:
+            returned.add_to(self.sums["key"], self.sums["value"])
+        self.returns.clear()
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / ctx.ranks, None
 
 
 class _Whole(torch.autograd.Function):
@@ -388,8 +477,8 @@ class _Whole(torch.autograd.Function):
 
 # -- DTensors ----------------------------------------------------------------------------------------------------------
 @lru_cache(maxsize=16)
-def _of_mesh(mesh: DeviceMesh, dim: int) -> ContextParallel:
-    return ContextParallel(mesh, dim, balance="contiguous")  # rows as DTensors have them
+def _of_mesh(mesh: DeviceMesh, dim: int, balance: str) -> ContextParallel:
+    return ContextParallel(mesh, dim, balance=balance)
 
 
 @lru_cache(maxsize=256)
@@ -411,17 +500,18 @@ def _planned(
 
 def over_mesh(
     mesh: DeviceMesh, dim: int, attention: Attention, tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple[int, int],
-    operands: Mapping[str, Any], options: CallOptions,
+    operands: Mapping[str, Any], options: CallOptions, balance: str = "contiguous",
 ) -> Any:  # fmt: skip
-    """out, or (out, lse), of this process's rows of a sequence that a dimension of the mesh divides into neighbours.
+    """out, or (out, lse), of this process's rows of a sequence that a dimension of the mesh divides.
 
-    tensors: its rows of query, key and value. lengths: of all queries and keys. operands: whole.
+    tensors: its rows of query, key and value. lengths: of all queries and keys. operands: whole. balance: how rows are
+    dealt, as neighbours where it is not given, which is how DTensors have them.
     """
     query, key, value = tensors
     sizes = Shape(query.shape[0], query.shape[1], key.shape[1], *lengths, query.shape[3], value.shape[3],
                   DTYPES[query.dtype])  # fmt: skip
     q_offset = lengths[1] - lengths[0] if options.q_offset is None else as_number(options.q_offset, int)
-    cp, decisive = _of_mesh(mesh, dim), decisive_tensors(attention)
+    cp, decisive = _of_mesh(mesh, dim, balance), decisive_tensors(attention)
     numbers = {n: v for n, v in operands.items() if not isinstance(v, Tensor)}
     if decisive:
         plan = _planned(cp, attention, sizes, q_offset, numbers | {n: operands[n] for n in decisive if n in operands})

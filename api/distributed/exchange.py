@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from .rows import Run, Runs, common, count, places
 from .shardplan import ShardPlan
+
+if TYPE_CHECKING:
+    from .portions import Sum
 
 
 class AtHand(NamedTuple):
@@ -34,7 +37,7 @@ class Route:
         self.plan, self.rank, self.group = plan, rank, group
         self.own = plan.keys.rows(rank)
         self.sources = plan.steps(rank)[step]
-        self.rows = plan.step_rows(rank, self.sources)
+        self.rows = plan.step_rows(rank, step)
         ranks = range(plan.ranks)
         self.gets: list[Runs] = [
             plan.received(rank, r) if r in self.sources and r != rank else () for r in ranks
@@ -45,7 +48,7 @@ class Route:
         self.is_used = any(
             plan.received(r, s) for r in ranks for s in plan.steps(r)[step] if r != s
         )  # by any rank: all take part, or none
-        self.keeps_own = rank in self.sources
+        self.kept = common(self.own, self.rows)  # a rank's own rows that it computes in this step
 
     # -- there -------------------------------------------------------------------------------------------------------
     def start(self, key: Tensor, value: Tensor) -> Fetch:
@@ -76,10 +79,8 @@ class Fetch:
         if not route.is_used and route.rows == route.own:
             return AtHand(route.own, key, value)
         arrived: list[tuple[Run, Tensor, Tensor]] = []
-        if route.keeps_own:
-            needed = common(route.own, route.rows)
-            for run, (first, end) in zip(needed, places(needed, route.own)):
-                arrived.append((run, key[:, :, first:end], value[:, :, first:end]))
+        for run, (first, end) in zip(route.kept, places(route.kept, route.own)):
+            arrived.append((run, key[:, :, first:end], value[:, :, first:end]))
         for runs, part in zip(route.gets, self.swap.wait()):
             arrived += zip(runs, *_given(part, runs, key, value))
         arrived.sort(key=lambda found: found[0])
@@ -97,18 +98,16 @@ class Return:
     def __init__(self, route: Route, dkey: Tensor, dvalue: Tensor, swap: _Swap) -> None:
         self.route, self.dkey, self.dvalue, self.swap = route, dkey, dvalue, swap
 
-    def add_to(self, dkey: Tensor, dvalue: Tensor) -> None:
+    def add_to(self, dkey: Sum, dvalue: Sum) -> None:
         """Add what has come, and what this rank had itself, to gradients of its own rows."""
         route = self.route
-        if route.keeps_own:
-            needed = common(route.own, route.rows)
-            for here, there in zip(places(needed, route.own), places(needed, route.rows)):
-                _add(dkey, here, self.dkey[:, :, there[0] : there[1]])
-                _add(dvalue, here, self.dvalue[:, :, there[0] : there[1]])
+        for here, there in zip(places(route.kept, route.own), places(route.kept, route.rows)):
+            dkey.add(here, self.dkey[:, :, there[0] : there[1]])
+            dvalue.add(here, self.dvalue[:, :, there[0] : there[1]])
         for runs, part in zip(route.gives, self.swap.wait()):
             for here, of_key, of_value in zip(places(runs, route.own), *_given(part, runs, self.dkey, self.dvalue)):
-                _add(dkey, here, of_key)
-                _add(dvalue, here, of_value)
+                dkey.add(here, of_key)
+                dvalue.add(here, of_value)
 
 
 class _Swap:
@@ -119,10 +118,12 @@ class _Swap:
         if not route.is_used:
             self.received = like.new_empty(0)
             return
-        parts = [part for to_rank in sent for part in to_rank]
-        self.sent = torch.cat(parts) if parts else like.new_empty(0)  # kept until all of it is away
-        self.received = like.new_empty(sum(sizes))
         given = [sum(part.numel() for part in to_rank) for to_rank in sent]
+        self.sent = like.new_empty(sum(given))  # kept until all of it is away
+        parts = [part for to_rank in sent for part in to_rank]
+        for there, part in zip(self.sent.split([part.numel() for part in parts]), parts):
+            there.view(part.shape).copy_(part)
+        self.received = like.new_empty(sum(sizes))
         self.work = dist.all_to_all_single(self.received, self.sent, sizes, given, group=route.group, async_op=True)
 
     def wait(self) -> Sequence[Tensor]:
@@ -135,8 +136,8 @@ class _Swap:
 
 
 def _taken(tensors: Sequence[Tensor], runs: Iterator[Run]) -> list[Tensor]:
-    """These rows as flat parts: run by run, each tensor's in turn."""
-    return [t[:, :, first:end].reshape(-1) for first, end in runs for t in tensors]
+    """These rows: run by run, each tensor's in turn."""
+    return [t[:, :, first:end] for first, end in runs for t in tensors]
 
 
 def _given(part: Tensor, runs: Runs, key: Tensor, value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -150,7 +151,3 @@ def _given(part: Tensor, runs: Runs, key: Tensor, value: Tensor) -> tuple[list[T
             found.append(part[place : place + prod(shape)].view(shape))
             place += prod(shape)
     return keys, values
-
-
-def _add(to: Tensor, run: Run, part: Tensor) -> None:
-    to[:, :, run[0] : run[1]].add_(part)

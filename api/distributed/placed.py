@@ -28,7 +28,7 @@ class Names(NamedTuple):
 
 def names_beside(variant: Attention) -> Names:
     """Names that none of the variant's operands has."""
-    taken = {p.name for p in variant.parameters} | set(variant.unread)
+    taken = {p.name for p in variant.canonical.parameters} | set(variant.canonical.unread)
 
     def free(name: str) -> str:
         while name in taken:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ from ..merging import lse_and_shares
 from ..runtime.call import MAIN, BackwardCall, Call, Choices, Dense, Packed, Sequences
 from ..runtime.ops.library import as_read
 from ..runtime.run.variant import Variant, variant_of
+from .pieces import Pieces
 from .placed import names_beside, placed, without_sink
-from .rows import Run, Runs, places
+from .rows import Run, Runs, common, depth, places
 from .shardplan import ShardPlan
 
 
@@ -28,17 +30,44 @@ class Portion(NamedTuple):
     queries: Run
     keys: Run
     sink: bool  # whether the sink of these queries is counted here
+    part: bool = False  # whether another portion has some of these queries
+
+
+def _meet(run: Run, others: Sequence[Run]) -> int:
+    """How many runs have rows of this one."""
+    return sum(first < run[1] and run[0] < end for first, end in others)
+
+
+class Most(NamedTuple):
+    """How many results are joined in one row of a rank's, at most."""
+
+    of_queries: int
+    of_keys: list[int]  # at hand in each step
+    of_own_keys: int  # from all ranks
 
 
 class Portions:
     """The portions of a plan, and the variants that they are computed with."""
 
     def __init__(self, plan: ShardPlan) -> None:
-        whole: Attention = placed(plan.attention, packed=plan.starts is not None)
+        group = plan.sizes.heads // plan.sizes.kv_heads if plan.groups > 1 else 0
+        whole: Attention = placed(plan.attention, group=group, packed=plan.starts is not None)
         self.plan, self.names = plan, names_beside(plan.attention)
         self.with_sink, self.others = variant_of(whole), variant_of(without_sink(whole))
-        self.has_sink = whole.folded_sink is not None
+        self.has_sink = whole.canonical.folded_sink is not None
         self.portions, self.sinks, self.packed = cache(self._portions), cache(self._sinks), cache(self._packed)
+        self.most = cache(self._most)
+
+    def _most(self, rank: int) -> Most:
+        steps = self.portions(rank)
+        own = self.plan.keys.rows(rank)
+        here = (run for n in range(len(steps)) for run in common(own, self.plan.step_rows(rank, n)))
+        sent = (run for r in range(self.plan.ranks) if r != rank for run in self.plan.received(r, rank))
+        return Most(
+            depth((*(p.queries for step in steps for p in step), *self.sinks(rank))),
+            [depth(p.keys for p in step) for step in steps],
+            depth((*here, *sent)),
+        )
 
     def _portions(self, rank: int) -> list[list[Portion]]:
         """Of each step. The first portion that has all queries of a task has their sink."""
@@ -52,7 +81,8 @@ class Portions:
                 portions.append(Portion(queries, keys, queries in without))
                 without.discard(queries)
             found.append(portions)
-        return found
+        runs = [portion.queries for step in found for portion in step]
+        return [[p._replace(part=_meet(p.queries, runs) > 1) for p in step] for step in found]
 
     def _sinks(self, rank: int) -> list[Run]:
         """Queries whose sink no portion has."""
@@ -62,9 +92,10 @@ class Portions:
         return [task.queries for task in self.plan.tasks[rank] if task.queries not in have]
 
     def call(
-        self, portion: Portion, tensors: tuple[Tensor, Tensor, Tensor], operands: Mapping[str, Any], choices: Choices
-    ) -> tuple[Variant, Call]:
-        """tensors: query, key and value of the portion."""
+        self, portion: Portion, tensors: tuple[Tensor, Tensor, Tensor], operands: Mapping[str, Any], choices: Choices,
+        first_head: int,
+    ) -> tuple[Variant, Call]:  # fmt: skip
+        """tensors: query, key and value of the portion. first_head: the number of their first query head."""
         plan, names = self.plan, self.names
         variant = self.with_sink if portion.sink else self.others
         beside: dict[str, Any]
@@ -73,7 +104,9 @@ class Portions:
             sequences: Sequences = Dense(plan.q_offset + portion.queries[0] - portion.keys[0])
         else:
             sequences, beside = self.packed(portion, tensors[0].device)
+        beside = {**beside, names.head: first_head}
         given = {n: operands[n] if n in operands else beside[n] for n in variant.names}
+        choices = replace(choices, part=True) if portion.part else choices
         return variant, Call(*tensors, None, given, sequences, choices, plan.sizes.head_dim)
 
     def _packed(self, portion: Portion, device: torch.device) -> tuple[Packed, dict[str, Any]]:
@@ -100,60 +133,39 @@ class Portions:
 class Joined:
     """out and lse of the queries of a rank, joined portion by portion.
 
-    lse is as kernels give it: [B, Hq, L], or [2, B, Hq, L] where scores may lie far from 0.
+    lse is as kernels give it: [B, Hq, L], or [2, B, Hq, L] where scores may lie far from 0. most: how many portions a
+    row has, at most. Where that is two, their results are joined in place; more are summed in float32.
     """
 
-    def __init__(self, query: Tensor, width: int, parts: Portions) -> None:
+    def __init__(self, query: Tensor, width: int, parts: Portions, most: int) -> None:
         facts = parts.with_sink.facts
-        self.is_far, self.sums = facts.scores_lie_far, not facts.attention.weighs.saves_lse
-        self.parts, self.query = parts, query
-        batch, heads, rows = query.shape[:3]
-        self.shape = batch, heads, rows, width
-        self.whole: tuple[Tensor, Tensor] | None = None  # of one portion with all rows
-        self.out = self.lse = query.new_empty(0)
+        self.is_far, self.sums = facts.scores_lie_far, not facts.attention.canonical.weighs.saves_lse
+        self.query, self.shape = query, (*query.shape[:3], width)
+        self.pieces, self.keeps_wide = Pieces(-2, -1), most > 2
 
     def add(self, rows: Run, out: Tensor, lse: Tensor) -> None:
         """Join a portion's result. rows: where its queries lie among the rank's."""
-        if self.whole is None and not self.out.numel() and rows == (0, self.shape[2]):
-            self.whole = out, lse
-            return
-        self._begin()
-        first, end = rows
-        so_far, known = self.out[:, :, first:end], self.lse[..., first:end]
-        if self.sums:
-            so_far.add_(out)
-            return
-        if self.is_far:
-            new, shares = _far(torch.stack([known, lse]))
-        else:
-            new, shares = lse_and_shares(torch.stack([known, lse]))
-        so_far.mul_(shares[0, ..., None]).add_(shares[1, ..., None] * out)
-        known.copy_(new)
-
-    def _begin(self) -> None:
-        """Sums of all rows, in float32 at least."""
-        if self.out.numel() or 0 in self.shape:
-            return
-        dtype = torch.promote_types(self.query.dtype, torch.float32)
-        self.out = torch.zeros(self.shape, dtype=dtype, device=self.query.device)
-        shape = (2, *self.shape[:3]) if self.is_far else self.shape[:3]
-        self.lse = torch.full(shape, -torch.inf, dtype=dtype, device=self.query.device)
-        if self.is_far:
-            self.lse[1].zero_()
-        if self.whole is not None:
-            (out, lse), self.whole = self.whole, None
-            self.out.copy_(out)
-            self.lse.copy_(lse)
+        if self.keeps_wide:
+            out, lse = out.to(wide(out), copy=True), lse.to(wide(lse), copy=True)
+        for (so_far, known), (part, new) in self.pieces.put(rows, (out, lse)):
+            if self.sums:
+                so_far.add_(part)
+                continue
+            both = torch.stack([known, new])
+            found, shares = _far(both) if self.is_far else lse_and_shares(both)
+            so_far.copy_((so_far * shares[0, ..., None]).addcmul_(part, shares[1, ..., None]))
+            known.copy_(found)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """out in the dtype of the query, and lse."""
-        if self.whole is not None:
-            return self.whole
-        self._begin()
-        if 0 in self.shape:
-            lse = (2, *self.shape[:3]) if self.is_far else self.shape[:3]
-            return self.query.new_zeros(self.shape), self.query.new_zeros(lse, dtype=wide(self.query))
-        return self.out.to(self.query.dtype), self.lse
+        if not self.keeps_wide and (found := self.pieces.alone(self.shape[2])) is not None:
+            return found[0], found[1]
+        lse = (2, *self.shape[:3]) if self.is_far else self.shape[:3]
+        empty = self.query.new_zeros(self.shape), self.query.new_full(lse, -torch.inf, dtype=wide(self.query))
+        if self.is_far:
+            empty[1][1].zero_()
+        out, lse_found = self.pieces.whole(empty)
+        return out, lse_found
 
 
 def _far(lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,59 +184,52 @@ def wide(tensor: Tensor) -> torch.dtype:
 
 
 class Sum:
-    """A sum over portions of gradients [B, H, rows, width]: one portion of all rows stays as it is."""
+    """A sum over portions of gradients [B, H, rows, width], in the dtype of `like`.
 
-    def __init__(self, like: Tensor) -> None:
-        self.like = like
-        self.whole: Tensor | None = None
-        self.sum: Tensor | None = None
+    most: how many parts a row has, at most. Two are added as they are; more are summed in float32.
+    """
+
+    def __init__(self, like: Tensor, most: int) -> None:
+        self.like, self.pieces, self.keeps_wide = like, Pieces(-2), most > 2
 
     def add(self, rows: Run, part: Tensor) -> None:
         """Add a part in these rows."""
-        if self.sum is None:
-            if self.whole is None and rows == (0, self.like.shape[2]):
-                self.whole = part
-                return
-            self.sum = torch.zeros(self.like.shape, dtype=wide(self.like), device=self.like.device)
-            if self.whole is not None:
-                self.sum.add_(self.whole)
-                self.whole = None
-        self.sum[:, :, rows[0] : rows[1]].add_(part)
+        part = part.to(wide(part), copy=True) if self.keeps_wide else part
+        for (so_far,), (more,) in self.pieces.put(rows, (part,)):
+            so_far.add_(more)
 
     def result(self) -> Tensor:
         """In the dtype of what it is the gradient of."""
-        if self.whole is not None:
-            return self.whole
-        return torch.zeros_like(self.like) if self.sum is None else self.sum.to(self.like.dtype)
+        if not self.keeps_wide and (found := self.pieces.alone(self.like.shape[2])) is not None:
+            return found[0].to(self.like.dtype)
+        return self.pieces.whole((torch.zeros_like(self.like),))[0]
 
 
-class Sums:
-    """Gradients of queries, and those of operands, which all ranks share."""
+class OperandSums:
+    """Gradients of operands, which all ranks share."""
 
     def __init__(self, query: Tensor, operands: Mapping[str, Tensor]) -> None:
-        self.query, self.tensors = Sum(query), operands
-        self.operands = {
+        self.tensors = operands
+        self.sums = {
             n: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, wide(query))) for n, t in operands.items()
         }
 
-    def add(self, rows: Run, found: Mapping[str, Tensor]) -> None:
+    def add(self, found: Mapping[str, Tensor]) -> None:
         """Add those of a portion."""
-        if "query" in found:
-            self.query.add(rows, found["query"])
-        for name, total in self.operands.items():
+        for name, total in self.sums.items():
             if name in found:
                 total.add_(found[name])
 
     def result(self, group: Any) -> dict[str, Tensor]:
-        """By name, those of operands summed over ranks."""
-        for total in self.operands.values():
+        """By name, summed over ranks."""
+        for total in self.sums.values():
             torch.distributed.all_reduce(total, group=group)
-        return {"query": self.query.result(), **{n: t.to(self.tensors[n].dtype) for n, t in self.operands.items()}}
+        return {n: t.to(self.tensors[n].dtype) for n, t in self.sums.items()}
 
 
 def operand_names(variant: Attention) -> list[str]:
     """The tensor operands, in order."""
-    return [p.name for p in variant.parameters if isinstance(p, TensorOperand)]
+    return [p.name for p in variant.canonical.parameters if isinstance(p, TensorOperand)]
 
 
 class Given(NamedTuple):

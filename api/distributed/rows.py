@@ -56,6 +56,19 @@ def without(some: Runs, others: Runs) -> Runs:
     return common(some, joined(zip(edges[::2], edges[1::2])))
 
 
+def depth(runs: Iterable[Run]) -> int:
+    """In how many of these runs a row is, at most.
+
+    >>> depth([(0, 4), (2, 6), (3, 4), (6, 9)])
+    3
+    """
+    most = inside = 0
+    for _, change in sorted((edge, change) for run in runs if run[0] < run[1] for edge, change in zip(run, (1, -1))):
+        inside += change
+        most = max(most, inside)
+    return most
+
+
 def count(runs: Runs) -> int:
     """How many rows."""
     return sum(end - first for first, end in runs)

@@ -14,8 +14,8 @@ from ..compiler.analysis.tiles.facts import facts_of
 from ..compiler.analysis.tiles.measured import Measurement, Visited
 from ..compiler.analysis.tiles.pairs import visible_pairs
 from ..compiler.analysis.tiles.programs import tile_runs
+from ..compiler.planning.pairs import pair_blocks
 from ..compiler.planning.records import Shape
-from ..describe import pair_blocks
 from ..ir.attention import Attention
 from ..ir.errors import Problem, collected
 from ..ir.expr import TensorOperand
@@ -31,7 +31,7 @@ _HEADS = 8  # whose pairs are counted: they stand for all
 def decisive_tensors(attention: Attention) -> frozenset[str]:
     """Tensor operands whose values a plan cannot do without: those that say where the mask begins or ends."""
     read = {n for line in facts_of(attention).kv_tiles.body for n in names(line.value)}
-    return frozenset(p.name for p in attention.parameters if isinstance(p, TensorOperand) and p.name in read)
+    return frozenset(p.name for p in attention.canonical.parameters if isinstance(p, TensorOperand) and p.name in read)
 
 
 class Sight:
@@ -53,7 +53,7 @@ class Sight:
     def _check(self) -> None:
         """The tile program must be able to run: its numbers, and tensors that it reads as numbers, are there."""
         read = {n for line in self.facts.kv_tiles.body for n in names(line.value)}
-        needed = [p for p in self.attention.parameters if p.name in read and p.name not in self.given]
+        needed = [p for p in self.attention.canonical.parameters if p.name in read and p.name not in self.given]
         if needed:
             kinds = {p.name: "a tensor" if isinstance(p, TensorOperand) else f"a {p.dtype}" for p in needed}
             problems = [
@@ -71,7 +71,7 @@ class Sight:
     @cached_property
     def stands_on(self) -> frozenset[str]:
         """Operands whose values decide what is seen."""
-        if not self.attention.is_masked:
+        if not self.attention.canonical.is_masked:
             return frozenset()
         read = {n for line in self.facts.kv_tiles.body for n in names(line.value)}
         looked_at = {o.name for o in self._read_by_mask} if self.measures else set()
@@ -79,13 +79,13 @@ class Sight:
 
     @cached_property
     def _read_by_mask(self) -> list[Any]:
-        read = names(self.attention.folded_mask)
-        return [p for p in self.attention.parameters if p.name in read]
+        read = names(self.attention.canonical.folded_mask)
+        return [p for p in self.attention.canonical.parameters if p.name in read]
 
     @cached_property
     def _lanes(self) -> list[dict[str, Any]]:
         """What tile programs read, of each head and batch row whose queries see keys of their own."""
-        sizes, read = self.sizes, symbols(self.attention.folded_mask)
+        sizes, read = self.sizes, symbols(self.attention.canonical.folded_mask)
         batches = range(self.first_batch, self.first_batch + (sizes.batch if "batch" in read else 1))
         heads = range(sizes.heads) if read & {"head", "kv_head"} else range(1)
         group = sizes.heads // sizes.kv_heads
@@ -95,13 +95,13 @@ class Sight:
 
     def keys(self, queries: Run) -> Runs:
         """Keys that queries in these rows may see."""
-        if not self.attention.is_masked:
+        if not self.attention.canonical.is_masked:
             return joined([(0, self.sizes.kv_len)])
         return joined(run for n in range(len(self._lanes)) for run in self._keys(n, queries))
 
     def queries(self, keys: Run, among: Run) -> Run:
         """Of the queries in `among`, a run that has all those that may see keys in these rows; it may be empty."""
-        if not self.attention.is_masked:
+        if not self.attention.canonical.is_masked:
             return among
         found = joined(run for n in range(len(self._lanes)) for run in self._queries(n, keys))
         seen = common(found, (among,))
@@ -112,7 +112,7 @@ class Sight:
         first, end = queries
         if first >= end:
             return 0
-        if not self.attention.is_masked:
+        if not self.attention.canonical.is_masked:
             return (end - first) * self.sizes.kv_len
         chosen = range(0, len(self._lanes), max(1, len(self._lanes) // _HEADS))
         return sum(self._pairs(n, queries) for n in chosen) // len(chosen)
@@ -182,7 +182,7 @@ class PackedSight:
     def __init__(self, attention: Attention, sizes: Shape, starts: tuple[int, ...], given: Mapping[str, Any]) -> None:
         self.attention, self.sizes, self.starts, self.given = attention, sizes, starts, given
         numbers = {n: v for n, v in given.items() if not isinstance(v, Tensor) or n in decisive_tensors(attention)}
-        by_number = "batch" in symbols(attention.folded_mask)
+        by_number = "batch" in symbols(attention.canonical.folded_mask)
 
         @cache
         def of(length: int, number: int) -> Sight:

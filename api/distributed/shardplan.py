@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from ..compiler.planning.freed import is_row_sum
 from ..compiler.planning.machines import hardware
 from ..compiler.planning.machines.hardware import Hardware
 from ..compiler.planning.records import Shape
 from ..ir.attention import Attention
 from ..ir.errors import Problem, UnavailableError, WeftError, counted, shown
+from ..ir.expr import Load, TensorOperand, expression
 from ..ir.numbers import is_int
+from ..ir.walk import nodes, symbols
+from ..runtime.run.variant import variant_of
 from . import rows
 from .rows import Deal, Run, Runs, common, count, joined, without
 from .seen import PackedSight, Sight
@@ -30,8 +34,9 @@ _CHUNKS = 8  # of a rank, where chunks are dealt by visible pairs
 # Shares of what long matrix products reach that attention kernels reach, and passes of a backward for each of a forward
 # (docs/performance.md has the rows).
 _FORWARD, _BACKWARD, _PRODUCTS = 0.8, 0.65, 2.5
-_ONE_MORE = 40e-6  # seconds that one more call and joining its result take of the host, at least
-_JOINED_BYTES = 16  # that joining two results moves for each element of out
+_ONE_MORE = 150e-6  # seconds that one more call takes: its last tiles leave most of the device idle
+_JOINED_BYTES = 24  # that joining two results moves for each element of out
+_MOST_GROUPS = 8  # of heads
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Links:
     """What a device receives from others, bytes/s one way: a guess where nobody measured it."""
 
     per_host: int = 8  # devices of a host
-    in_host: float = 360e9  # NVLink of an H100, 450e9 by its data sheet, and 0.8 of it
+    in_host: float = 270e9  # NVLink of an H100, all-to-all of 256 MB between two of them; its data sheet says 450e9
     between: float = 40e9  # a network card of 400 Gb/s a device, and 0.8 of it
 
 
@@ -108,7 +113,18 @@ class ShardPlan:
         """The plan in a line, for ranks to compare."""
         sizes = self.sizes
         made_of = repr(
-            (sizes, self.q_offset, self.ranks, self.strategy, self.overlaps, self.queries, self.keys, self.tasks)
+            (
+                sizes,
+                self.q_offset,
+                self.ranks,
+                self.strategy,
+                self.steps(0),
+                self.groups,
+                self.keeps,
+                self.queries,
+                self.keys,
+                self.tasks,
+            )
         )
         digest = hashlib.sha256(made_of.encode()).hexdigest()[:8]
         return f"{self.strategy}, {self.balance}, {sizes.q_len} queries, {sizes.kv_len} keys ({digest})"
@@ -133,21 +149,73 @@ class ShardPlan:
         takes a pass through memory; else all keys are computed at once."""
         if self.strategy in ("ring", "gather") or self.ranks == 1:
             return self.strategy == "ring"
-        busiest = max(range(self.ranks), key=self._travel)
-        return self._travel(busiest) > self._joining(busiest)
+        if _has_row_sums(self.attention):  # which are more exact where a call has all keys of its queries
+            return False
+        return self._seconds_besides(None) < min(map(self._seconds_besides, self._groupings))
+
+    @cached_property
+    def groups(self) -> int:
+        """Groups of key heads: keys of one travel while those before are computed. 1 where a rank computes its own keys
+        meanwhile, or nothing travels."""
+        if self.overlaps or self.strategy == "heads" or not self._travel(self._busiest):
+            return 1
+        return min(self._groupings, key=self._seconds_besides)
+
+    @cached_property
+    def keeps(self) -> bool:
+        """Whether the backward has the keys that the forward had: no more came from others than a rank has itself."""
+        if not self._travel(self._busiest):
+            return True
+        others = (count(without(self.needed(r), self.keys.rows(r))) for r in range(self.ranks))
+        return self.strategy != "ring" and self.groups == 1 and max(others) <= -(-self.sizes.kv_len // self.ranks)
+
+    @cached_property
+    def _groupings(self) -> list[int]:
+        """Numbers of groups that could be. Tensors that are read by head are not cut."""
+        heads = self.sizes.kv_heads
+        return [
+            n for n in range(1, 1 + _MOST_GROUPS) if heads % n == 0 and (n == 1 or not _loads_by_head(self.attention))
+        ]
+
+    @cached_property
+    def _busiest(self) -> int:
+        return max(range(self.ranks), key=self._travel)
+
+    def _seconds_besides(self, groups: int | None) -> float:
+        """What a forward of the busiest rank takes besides its products, with so many groups of heads; None: while it
+        computes its own keys first."""
+        rank = self._busiest
+        travel, compute = self._travel(rank), self.pairs[rank] * self._seconds_of_pair[0]
+        if groups is None:
+            return max(0.0, travel - self._own_share(rank) * compute) + self._joining(rank)
+        moved = 2 * self._of_row * count(self.needed(rank)) / self.hardware.hbm_bytes_per_second if travel else 0.0
+        more = (groups - 1) * len(self.tasks[rank]) * _ONE_MORE
+        return travel / groups + max(0.0, (travel - compute) * (groups - 1) / groups) + moved + more
+
+    @cached_property
+    def _of_row(self) -> int:
+        """Bytes of a row of keys and values."""
+        sizes = self.sizes
+        return sizes.batch * sizes.kv_heads * (sizes.head_dim + sizes.value_dim) * sizes.element_bytes
+
+    @cached_property
+    def _seconds_of_pair(self) -> tuple[float, float]:
+        """Of all heads, forward and backward."""
+        sizes = self.sizes
+        flops = 2 * sizes.batch * sizes.heads * (sizes.head_dim + sizes.value_dim)
+        rate = self.hardware.matrix_flops(sizes.dtype)
+        return flops / rate / _FORWARD, _PRODUCTS * flops / rate / _BACKWARD
 
     def _joining(self, rank: int) -> float:
-        """Seconds that it takes to join results over other ranks' keys to those over a rank's own."""
-        own, others, joined_rows = self.keys.rows(rank), 0, 0
-        for task in self.tasks[rank]:
-            for run in without(task.keys, own):
-                first, end = self.sight.queries(run, task.queries)
-                joined_rows += end - first
+        """Seconds that it takes to join results over other keys to those over a rank's own."""
+        others = 1
         if self.strategy == "ring":  # once for each rank that has some of them
+            own = self.keys.rows(rank)
             others = len({owner for run in without(self.needed(rank), own) for owner in self.keys.owners_of(run)})
-        sizes = self.sizes
-        moved = _JOINED_BYTES * sizes.batch * sizes.heads * sizes.value_dim * joined_rows * max(1, others)
-        return (_ONE_MORE + moved / self.hardware.hbm_bytes_per_second) if joined_rows else 0.0
+        sizes, besides = self.sizes, self._seen(self._apart(rank)[1])
+        rows = sum(end - first for (first, end), _ in besides)
+        moved = _JOINED_BYTES * sizes.batch * sizes.heads * sizes.value_dim * rows * others
+        return len(besides) * _ONE_MORE + moved / self.hardware.hbm_bytes_per_second
 
     def steps(self, rank: int) -> list[tuple[int, ...]]:
         """The ranks whose keys are computed together, in order: in a ring one after the other, else its own before all
@@ -157,9 +225,11 @@ class ShardPlan:
             return [(rank,), *((other,) for other in others)]
         return [(rank,), tuple(sorted(others))] if self.overlaps else [tuple(range(self.ranks))]
 
-    def step_rows(self, rank: int, sources: tuple[int, ...]) -> Runs:
-        """Keys that a rank has at hand in a step with these sources."""
-        return joined(run for source in sources for run in self.received(rank, source))
+    def step_rows(self, rank: int, step: int) -> Runs:
+        """Keys that a rank has at hand in a step."""
+        if self.strategy == "exchange" and self.overlaps:
+            return joined(run for task in self._apart(rank)[1] for run in task.keys) if step else self.keys.rows(rank)
+        return joined(run for source in self.steps(rank)[step] for run in self.received(rank, source))
 
     def portions(self, rank: int) -> list[list[Task]]:
         """What a rank computes in each step: runs of queries, each with one run of keys."""
@@ -168,13 +238,35 @@ class ShardPlan:
     @cached_property
     def _portions(self) -> Callable[[int], list[list[Task]]]:
         def of(rank: int) -> list[list[Task]]:
+            if self.strategy == "exchange" and self.overlaps:
+                return [self._seen(tasks) for tasks in self._apart(rank)]
             found = []
-            for sources in self.steps(rank):
-                at_hand = self.step_rows(rank, sources)
+            for step in range(len(self.steps(rank))):
+                at_hand = self.step_rows(rank, step)
                 pairs = ((task.queries, keys) for task in self.tasks[rank] for keys in common(task.keys, at_hand))
-                seen = (Task(self.sight.queries(keys, queries), (keys,)) for queries, keys in pairs)
-                found.append([portion for portion in seen if portion.queries[0] < portion.queries[1]])
+                found.append(self._seen(Task(queries, (keys,)) for queries, keys in pairs))
             return found
+
+        return cache(of)
+
+    def _seen(self, tasks: Iterable[Task]) -> list[Task]:
+        """With the queries alone that may see the keys."""
+        seen = (Task(self.sight.queries(task.keys[0], task.queries), task.keys) for task in tasks)
+        return [task for task in seen if task.queries[0] < task.queries[1]]
+
+    @cached_property
+    def _apart(self) -> Callable[[int], tuple[list[Task], list[Task]]]:
+        """A rank's tasks with a run of its own keys, and those with what lies beside that run, of itself and others."""
+
+        def of(rank: int) -> tuple[list[Task], list[Task]]:
+            own, first, then = self.keys.rows(rank), list[Task](), list[Task]()
+            for queries, runs in self.tasks[rank]:
+                for run in runs:
+                    begin, end = max(common((run,), own), key=lambda r: r[1] - r[0], default=(run[1], run[1]))
+                    first += [Task(queries, ((begin, end),))] if begin < end else []
+                    beside = (run[0], begin), (end, run[1])
+                    then += [Task(queries, (side,)) for side in beside if side[0] < side[1]]
+            return first, then
 
         return cache(of)
 
@@ -182,25 +274,20 @@ class ShardPlan:
     def predicted(self) -> Predicted:
         """By a simple model: products at the rate that attention kernels reach, rows at that of links, both at once
         where a step computes while the next one's keys travel."""
-        sizes, machine = self.sizes, self.hardware
-        flops = 2 * sizes.batch * sizes.heads * (sizes.head_dim + sizes.value_dim)
-        rate = machine.matrix_flops(sizes.dtype)
-        seconds = flops / rate / _FORWARD, _PRODUCTS * flops / rate / _BACKWARD  # of a pair
-        alone = sum(self.pairs) * sum(seconds)
+        seconds, alone = self._seconds_of_pair, sum(self.pairs) * sum(self._seconds_of_pair)
         if self.strategy == "heads":
             return self._predicted_of_heads(seconds, alone)
-        of_row = sizes.batch * sizes.kv_heads * (sizes.head_dim + sizes.value_dim) * sizes.element_bytes
         slowest, busiest, bound = (0.0, 0.0), (0, 0), "products"
         for rank in range(self.ranks):
-            inside, beyond = (n * of_row for n in self._received(rank))
+            inside, beyond = (n * self._of_row for n in self._received(rank))
             travel = self._travel(rank)
-            hidden = 1.0 if self.strategy == "ring" else self._own_share(rank) if self.overlaps else 0.0
-            joining = self._joining(rank) if hidden else 0.0
+            hidden = 1.0 if self.strategy == "ring" else self._own_share(rank) if self.overlaps else 1 - 1 / self.groups
+            joining = self._joining(rank) if self.overlaps else 0.0
             times = []
             for n, of_pair in enumerate(seconds):
                 compute = self.pairs[rank] * of_pair
                 moved = travel * (1 + n)  # gradients go the same way back
-                exposed = max(0.0, moved - hidden * compute)
+                exposed = max(moved / self.groups if self.groups > 1 else 0.0, moved - hidden * compute)
                 times.append(compute + exposed + joining)
                 if exposed > compute and sum(times) >= sum(slowest):
                     bound = "links between hosts" if beyond / self.links.between > travel / 2 else "links of a host"
@@ -224,10 +311,8 @@ class ShardPlan:
 
     def _travel(self, rank: int) -> float:
         """Seconds that the keys of a forward take to arrive."""
-        sizes = self.sizes
-        of_row = sizes.batch * sizes.kv_heads * (sizes.head_dim + sizes.value_dim) * sizes.element_bytes
         inside, beyond = self._received(rank)
-        return of_row * (inside / self.links.in_host + beyond / self.links.between)
+        return self._of_row * (inside / self.links.in_host + beyond / self.links.between)
 
     def _received(self, rank: int) -> tuple[int, int]:
         """Rows of keys from other ranks of its host, and from other hosts."""
@@ -300,11 +385,25 @@ def refuse(attention: Attention) -> None:
             f"{attention.name}: latent attention is not divided over ranks by sequence; expand keys and values, and "
             "call a variant without latent="
         )
-    if attention.drops:
+    if attention.canonical.drops:
         raise UnavailableError(
             f"{attention.name}: dropout is not divided over ranks by sequence: its draws count rows from 0 on each; "
             "use train=False, or dropout=0"
         )
+
+
+def _loads_by_head(attention: Attention) -> bool:
+    """Whether the score, the mask or the scale reads a tensor by head."""
+    given = [expression(e) for e in (attention.score, attention.mask, attention.scale) if e is not None]
+    loads = (node for e in given for node in nodes(e) if isinstance(node, Load))
+    return any(symbols(index) & {"head", "kv_head", "group"} for load in loads for index in load.index)
+
+
+@lru_cache(maxsize=64)
+def _has_row_sums(attention: Attention) -> bool:
+    """Whether gradients of operands are sums over the keys of rows that rounding of the output would spoil."""
+    names = frozenset(p.name for p in attention.canonical.parameters if isinstance(p, TensorOperand))
+    return any(map(is_row_sum, variant_of(attention).facts.operand_gradients(names)))
 
 
 def _starts(given: Sequence[int] | Tensor, sizes: Shape, q_offset: int | None) -> tuple[int, ...]:
@@ -455,7 +554,11 @@ def _lines(p: ShardPlan) -> Iterator[str]:
     yield f"rows       {p.balance}: {counted(chunks, 'chunk')} of {p.queries.chunk:,} queries a rank"
     if p.starts is not None:
         yield f"packed     {counted(len(p.starts) - 1, 'sequence')}"
-    meanwhile = ", and computes its own keys meanwhile" if p.strategy == "exchange" and p.overlaps else ""
+    meanwhile = ""
+    if p.groups > 1:
+        meanwhile = f", in {p.groups} groups of heads, one while that before is computed"
+    elif p.strategy == "exchange" and p.overlaps:
+        meanwhile = ", and computes its own keys meanwhile"
     yield f"strategy   {p.strategy}: {_STRATEGY_WORDS[p.strategy]}{meanwhile}"
     if p.looked_at:
         yield f"stands on  the values of {', '.join(p.looked_at)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch import Tensor
 from ..codegen.torch_private import constant_while_tracing
 from ..ir.caller import warn
 from ..ir.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from .over_ranks import Sharded
 
 NAME = "weft"
 UNKNOWN = -2  # in place of a count of writes, which it never equals
@@ -24,7 +27,8 @@ class Rule:
 
     text: bool expression of `q_idx`, `kv_idx`, `batch` and the tensors `t0`, `t1`, ... q_first: index of the first
     query, an int or a tensor on the device. kv_first: index of the first key; 0 for a rule that a shift of both leaves
-    as it is. seen: bool [batch, keys], keys that are no padding, or None.
+    as it is. seen: bool [batch, keys], keys that are no padding, or None. over: how its sequence is divided over ranks
+    (`over_ranks.Sharded`), where the shape is that of the rows of one.
     """
 
     shape: tuple[int, int, int, int]
@@ -33,6 +37,7 @@ class Rule:
     q_first: int | Tensor = 0
     kv_first: int = 0
     seen: Tensor | None = None
+    over: Sharded | None = None
 
     def __repr__(self) -> str:
         return f"Rule({list(self.shape)}, {self.text}{'' if self.seen is None else ', padding'})"

@@ -17,6 +17,7 @@ from ..ir.caller import warn
 from ..ir.errors import WeftError
 from ..ir.expr import Scalar, TensorOperand, scalar, tensor
 from ..ir.parse import parse
+from . import over_ranks
 from .masking import NAME, Mask, Rule, handed
 from .traced import Index, MaskFunction, at_positions, kind_of, traced
 
@@ -40,18 +41,22 @@ def mask(
         every_pair, batch_size=batch_size, q_length=q_length, kv_length=kv_length, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, device=device, **options,
     )  # fmt: skip
+    over = over_ranks.current()
     if knows_floats_alone(type(options.get("config"))):
+        over_ranks.refuse_inside("the model adds its mask itself, and would see this rank's rows alone")
         # none where nothing is hidden, as under "eager": a model that shortens its keys between layers counts on it
         return pairs(q_offset=q_offset, of="eager_mask", skips=options.get("allow_is_bidirectional_skip", False))
     try:
         rule = traced(mask_function)
         kinds = tuple([kind_of(given) for given in rule.tensors])
-        problem = not_understood(rule.text, kinds, bits_of(batch_size, q_length, kv_length, q_offset, kv_offset))
+        lengths = (q_length, kv_length) if over is None else (over.length, over.length)
+        problem = not_understood(rule.text, kinds, bits_of(batch_size, *lengths, q_offset, kv_offset))
     except Exception as error:  # whatever a function does with an index that is no tensor
         problem = "call the model without torch.compile to see which, and why"
         if not torch.compiler.is_compiling():
             problem = f"{type(error).__name__}: {error}"
     if problem:
+        over_ranks.refuse_inside(f"the language has no words for the mask function ({problem})")
         warn_of_pairs("" if torch.compiler.is_compiling() else ", ".join(own_functions(mask_function)), problem)
         return pairs(q_offset=q_offset)
     # a decode step of a static cache may be compiled, and replayed as a CUDA graph: what differs between steps must
@@ -66,7 +71,8 @@ def mask(
         if replayed and not isinstance(q_offset, Tensor):
             q_offset = torch.full((), q_offset, dtype=torch.int64, device=device)
     shape = (batch_size, 1, q_length, kv_length)
-    return handed(Rule(shape, rule.text, tuple(rule.tensors), q_offset, kv_offset, seen), pairs, device)
+    found = Rule(shape, rule.text, tuple(rule.tensors), q_offset, kv_offset, seen)
+    return handed(found, pairs, device) if over is None else over.mask(found, device)
 
 
 def every_pair(of: str = "sdpa_mask", skips: bool = False, **given: Any) -> Any:

@@ -24,14 +24,15 @@ from ..ir.errors import UnavailableError, WeftError
 from ..ir.expr import Expr, TensorOperand, symbol
 from ..ir.parse import parse
 from ..ir.versions import missing, refuse, warn_where_untested
-from . import rules
+from . import over_ranks, rules
 from .caches import descales_of
 from .caches import fp8_cache as fp8_cache
 from .masking import NAME, Mask, Rule, tensor_of, written
+from .over_ranks import context_parallel as context_parallel
 from .rules import knows_floats_alone, operand_of, placed
 from .traced import at_positions, kind_of
 
-__all__ = ["fp8_cache", "register", "variants"]
+__all__ = ["context_parallel", "fp8_cache", "register", "variants"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -158,6 +159,7 @@ def attention(
     if isinstance(attention_mask, Mask):
         rule, attention_mask = attention_mask.rule, None
     else:
+        over_ranks.refuse_inside("expected the mask that transformers makes inside, got a tensor or none")
         rule = besides(attention_mask, module, query, key, is_causal)
     if rule.shape[3] > key.shape[2]:  # layers under "eager" cut it
         rule = rule.of_first_keys(key.shape[2])
@@ -170,6 +172,9 @@ def attention(
         for name, given in (("position_bias", position_bias), ("attention_mask", attention_mask))
         if isinstance(given, Tensor)
     }
+    if rule.over is not None and (pairs or descales or cu_seq_lens_q is not None):
+        given = [*pairs, *descales, *(["cu_seq_lens_q"] if cu_seq_lens_q is not None else [])]
+        raise UnavailableError(f"{over_ranks.WHAT}: {', '.join(given)}: not divided over ranks; leave it out")
     operands: dict[str, Any] = {}
     call: dict[str, Any] = {"deterministic": True if deterministic else None, **descales}
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None and not rule.tensors:
@@ -192,7 +197,11 @@ def attention(
         kinds.append(("share", "float"))
     # an attribute of its own: torch.compile guards what it takes, and what is declared later is no matter to it
     variant = getattr(DECLARED, declared(text, tuple(kinds), tuple(biases), softcap, scaling))
-    return variant(query, key, value, **call, **operands).transpose(1, 2).contiguous(), None
+    if rule.over is None:
+        out = variant(query, key, value, **call, **operands)
+    else:
+        out = rule.over.attention(variant, query, key, value, operands, call["deterministic"])
+    return out.transpose(1, 2).contiguous(), None
 
 
 def readable(given: Tensor) -> Tensor:

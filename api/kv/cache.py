@@ -18,6 +18,7 @@ from ..ir.errors import WeftError, collected, counted
 from ..runtime.descales import FP8
 from .blocks import NO_SALT, Blocks, Start, start_of
 from .scales import Given, Scale, scale_problems, scales_of
+from .share import ELSEWHERE, NOWHERE, WHOLE, Share
 from .step import Step, on_device
 from .table import Table
 
@@ -73,7 +74,9 @@ class _Sequence:
 class Cache:
     """Base of PagedCache and DenseCache: pools [blocks, Hkv, page, D], one of keys and one of values a layer."""
 
+    share: Share = WHOLE  # which tokens of each sequence lie here; blocks are counted in tokens of the whole sequence
     _holds_pages = True  # a sequence takes blocks as it grows, and shares them
+    _makes_step: type[Step] = Step
 
     def __init__(
         self, blocks: int, page: int, layers: int, kv_heads: int | None, head_dim: int | None, value_dim: int | None,
@@ -109,7 +112,7 @@ class Cache:
         self.layers, self.kv_heads, self.head_dim, self.page = layers, kv_heads, head_dim, page
         self.value_dim = head_dim if value_dim is None else value_dim
         self.latent, self.dtype, self.device = latent, dtype, _device(name, device)
-        shape = (blocks, kv_heads, page)
+        shape = (blocks, kv_heads, self.rows)
         # zeros, so that rows which nobody wrote hold numbers; each pool by itself, so that compiled code sees no views
         apart = latent.rope if latent is not None and dtype in FP8 else 0  # rotary columns, which are no FP8
         made = [(head_dim - apart, dtype), *([(self.value_dim, dtype)] if latent is None else [])]
@@ -135,6 +138,11 @@ class Cache:
         return {"blocks": blocks, "page": page}
 
     # -- tensors -----------------------------------------------------------------------------------------------------
+    @property
+    def rows(self) -> int:
+        """Rows of a block: one for each of its tokens that lies here."""
+        return self.page // self.share.ranks
+
     @property
     def has_values(self) -> bool:
         """Whether there are values: a latent cache has none."""
@@ -366,15 +374,21 @@ class Cache:
         table = self._table.of(at, pages)
         positions = first[:, None] + torch.arange(max(new), dtype=torch.int32, device="cpu")
         block = table.gather(1, (positions // self.page).clamp_(max=pages - 1).long())
-        slots = torch.where(positions < kv_lens[:, None], block * self.page + positions % self.page, -1)
+        ranks, rows_of = self.share.ranks, self.rows
+        slots = block * rows_of + positions // ranks % rows_of
+        if ranks > 1:
+            slots = torch.where(positions % ranks == self.share.rank, slots, ELSEWHERE)
+        slots = torch.where(positions < kv_lens[:, None], slots, NOWHERE)
         cu_q: list[Tensor] = []
         if packed:
             exists = positions < kv_lens[:, None]
             positions, slots, cu_q = positions[exists][None], slots[exists][None], [_ints([0, *accumulate(new)])]
-        parts = on_device([q_lens, kv_lens, positions, slots, table, *cu_q], self.device)
-        q_lens, kv_lens, positions, slots, table, *cu_q = parts
+        own = [] if ranks == 1 else [self.share.rows(kv_lens)]
+        parts = on_device([q_lens, kv_lens, positions, slots, table, *own, *cu_q], self.device)
+        q_lens, kv_lens, positions, slots, table, *more = parts
         tensors = (q_lens, kv_lens, positions, slots, table if self._holds_pages else None)
-        return Step(self, ids, tuple(starts), tuple(ends), tensors, rows, state, *cu_q)
+        cu_seqlens_q, own_lens = more.pop() if packed else None, more.pop() if own else None
+        return self._makes_step(self, ids, tuple(starts), tuple(ends), tensors, rows, state, cu_seqlens_q, own_lens)
 
     def _close(self, step: Step, keeps: bool) -> None:
         with self._lock:

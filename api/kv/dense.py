@@ -55,8 +55,9 @@ class DenseCache(Cache):
             self._blocks.check_free(1, "DenseCache.fork")
             made = _Sequence(self._table.take(), self._blocks.take(1), found.length)
             self._table.write(made.row, 0, made.blocks)
+            rows = self.share.rows(found.length)
             for pool in self._pools:
-                pool[made.blocks[0], :, : found.length] = pool[found.blocks[0], :, : found.length]
+                pool[made.blocks[0], :, :rows] = pool[found.blocks[0], :, :rows]
             return self._add(made)
 
     def _pages(self, length: int) -> int:
@@ -83,7 +84,7 @@ class DenseCache(Cache):
         u = self.usage
         swapped = f", rows on the host: {u.swapped}" if u.swapped else ""
         return (
-            f"DenseCache({counted(len(self), 'sequence')}, {counted(u.tokens, 'token')}; {u.used} of "
+            f"{type(self).__name__}({counted(len(self), 'sequence')}, {counted(u.tokens, 'token')}; {u.used} of "
             f"{counted(u.blocks, 'row')} of {u.page} used, "
             f"{u.free} free, {u.fragmentation:.1%} fragmentation{swapped}; {u.bytes / 2**20:.1f} MiB, "
             f"{counted(self.layers, 'layer')})"

@@ -8,7 +8,7 @@ import torch
 
 from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected, counted
-from ..runtime.call import LARGEST_PAGE
+from ..runtime.call import LARGEST_PAGE, is_page
 from ..runtime.descales import FP8
 from .cache import Cache, is_size
 from .scales import Given, Scale
@@ -44,11 +44,16 @@ class PagedCache(Cache):
         device: torch.device | str = "cpu", scale: Scale | None = None, k_descale: Given = None,
         v_descale: Given = None, rope_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        if not isinstance(page, int) or not 1 <= page <= LARGEST_PAGE or page & (page - 1):
-            raise WeftError(f"PagedCache: page: expected a power of two from 1 to {LARGEST_PAGE}, got {page!r}")
-        if page == 1 and dtype in FP8 and scale != "head":
+        ranks = self.share.ranks
+        if not isinstance(page, int) or page % ranks or not is_page(page // ranks):
+            times = "" if ranks == 1 else f"{ranks} tokens times "
             raise WeftError(
-                "PagedCache: page: expected 2 or more beside a descale for each token, got 1; pass scale='head'"
+                f"{type(self).__name__}: page: expected {times}a power of two from 1 to {LARGEST_PAGE}, got {page!r}"
+            )
+        if page == ranks and dtype in FP8 and scale != "head":
+            raise WeftError(
+                f"{type(self).__name__}: page: expected {2 * ranks} or more beside a descale for each token, got "
+                f"{page}; pass scale='head'"
             )
         super().__init__(
             blocks, page, layers, kv_heads, head_dim, value_dim, latent, dtype, device,
@@ -68,14 +73,16 @@ class PagedCache(Cache):
         with torch.inference_mode(False):
             zeros = partial(torch.zeros, dtype=torch.int32, device=self.device)
             tensors = (zeros(sequences), zeros(sequences), zeros(sequences, length), zeros(sequences, length) - 1)
-            return Step(self, (), (), (), (*tensors, zeros(sequences, pages)), None, "fixed")
+            own_lens = None if self.share.ranks == 1 else zeros(sequences)
+            table = zeros(sequences, pages)
+            return self._makes_step(self, (), (), (), (*tensors, table), None, "fixed", None, own_lens)
 
     def __repr__(self) -> str:
         u = self.usage
         kept = f" ({u.kept} of them kept for reuse)" if u.kept else ""
         swapped = f", pages on the host: {u.swapped}" if u.swapped else ""
         return (
-            f"PagedCache({counted(len(self), 'sequence')}, {counted(u.tokens, 'token')}; {u.used} of "
+            f"{type(self).__name__}({counted(len(self), 'sequence')}, {counted(u.tokens, 'token')}; {u.used} of "
             f"{counted(u.blocks, 'block')} of {u.page} used, "
             f"{u.shared} shared, {u.free} free{kept}, {u.fragmentation:.1%} fragmentation{swapped}; "
             f"{u.bytes / 2**20:.1f} MiB, {counted(self.layers, 'layer')})"

@@ -11,6 +11,7 @@ from ..ir.errors import WeftError
 from ..runtime.descales import FP8
 from ..runtime.ops.append import append_quantized
 from ..runtime.ops.quantize import descale_of, largest
+from .share import NOWHERE
 
 if TYPE_CHECKING:
     from .cache import Cache
@@ -126,7 +127,7 @@ class HeadScales(Scales):
                 raise WeftError("append: the first rows of a cache with scale='head' decide its descales; append some "
                                 "outside of compiled code and captures, or give k_descale= and v_descale="
                                 )  # fmt: skip
-            there = (slots >= 0)[:, None, :, None]
+            there = (slots != NOWHERE)[:, None, :, None]  # tokens of others too: all have the same descales
             stored = key if cache.latent is None else key[..., : cache.latent.rank]
             for new, made, given in zip((stored, value), (self.k_descales, self.v_descales), self._given):
                 if new is not None and not given:
@@ -139,7 +140,7 @@ class HeadScales(Scales):
 def scales_of(cache: Cache, blocks: int, scale: Scale | None, given: tuple[Given, Given]) -> Scales:
     """The descales of a cache, by token where nothing is said."""
     layers = [cache.layers, cache.layers if cache.has_values else 0]
-    sizes = (blocks, cache.kv_heads, cache.page, 1) if scale != "head" else (1, cache.kv_heads, 1, 1)
+    sizes = (blocks, cache.kv_heads, cache.rows, 1) if scale != "head" else (1, cache.kv_heads, 1, 1)
     with torch.inference_mode(False):
         k_descales, v_descales = (
             [torch.ones(sizes, dtype=torch.float32, device=cache.device) for _ in range(n)] for n in layers

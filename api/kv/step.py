@@ -13,6 +13,7 @@ from ..runtime.descales import OF_CACHE
 from ..runtime.ops.append import append_rows
 
 if TYPE_CHECKING:
+    from ..attention import Attention
     from .cache import Cache
 
 
@@ -29,6 +30,7 @@ class Step:
     slots: int32 [B, L], where each new row goes: block * page + row of the block; -1 behind q_lens.
     cu_seqlens_q: int32 [B + 1], of a packed step the first new row of each sequence, and the end; else None. Its new
     rows are [1, Hkv, total, D], positions and slots [1, total], and length is the total.
+    own_lens: int32 [B], rows of each that lie in this cache; kv_lens, where it holds whole sequences.
 
     In a `with` block it commits at the end, and cancels where an error leaves the block.
     """
@@ -37,11 +39,13 @@ class Step:
         self, cache: Cache, sequences: tuple[int, ...], starts: tuple[int, ...], ends: tuple[int, ...],
         tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], rows: slice | None,
         state: Literal["open", "committed", "cancelled", "read only", "fixed"], cu_seqlens_q: Tensor | None = None,
+        own_lens: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.cache, self.sequences, self.starts, self.ends = cache, sequences, starts, ends
         self.q_lens, self.kv_lens, self.positions, self.slots, self.block_table = tensors
         self.length = self.slots.shape[1]
         self.cu_seqlens_q = cu_seqlens_q
+        self.own_lens = self.kv_lens if own_lens is None else own_lens
         self.state = state
         self._rows = rows  # of a DenseCache: where these sequences lie
         self._appended: set[int] = set()  # layers, where append was seen to run
@@ -79,7 +83,7 @@ class Step:
     @property
     def _options(self) -> dict[str, Any]:
         """Those that all layers have."""
-        found: dict[str, Any] = {"kv_lens": self.kv_lens}
+        found: dict[str, Any] = {"kv_lens": self.own_lens}
         if self.cu_seqlens_q is not None:
             found["cu_seqlens_q"] = self.cu_seqlens_q
         elif not self._all_full:
@@ -97,6 +101,14 @@ class Step:
         if rope is not None:
             found["rope"] = rope if self._rows is None else rope[self._rows]
         return found
+
+    def attend(self, layer: int, variant: Attention, query: Tensor, /, **given: Any) -> Any:
+        """What the variant gives for queries of the new rows, [B, Hq, L, D], over all that their sequences have.
+
+        given: operands of the variant, and options of its call, such as return_lse.
+        """
+        value = self.values(layer) if self.cache.has_values else None
+        return variant(query, self.keys(layer), value, **{**self.options_of(layer), **given})
 
     def append(self, layer: int, key: Tensor, value: Tensor | None = None) -> None:
         """Write the new rows of one layer: key [B, Hkv, L, D] and value [B, Hkv, L, Dv], of the cache's dtype.
@@ -149,6 +161,9 @@ class Step:
         self.block_table[: given[0], : given[2]].copy_(step.block_table)
         self.q_lens[: given[0]].copy_(step.q_lens)
         self.kv_lens[: given[0]].copy_(step.kv_lens)
+        if self.own_lens is not self.kv_lens:
+            self.own_lens.zero_()
+            self.own_lens[: given[0]].copy_(step.own_lens)
 
     # -- the end of a step -------------------------------------------------------------------------------------------
     def commit(self, *, partial: bool = False) -> None:

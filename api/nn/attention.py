@@ -96,13 +96,13 @@ class Attention(nn.Module):
             if is_sharded(query):
                 rotation = replicated(rotation[0], query), replicated(rotation[1], query)
             query, key = self.rope.rotate(query, rotation), self.rope.rotate(key, rotation)
+        if self.variant.canonical.drops:
+            options.setdefault("train", self.training)
         if cache is not None:
             cache.append(self.layer, key, value)
-            key, value = cache.keys(self.layer), cache.values(self.layer)
-            options = {**cache.options_of(self.layer), **options}
-        if self.variant.drops:
-            options.setdefault("train", self.training)
-        out = self.variant(query, key, value, **options)
+            out = cache.attend(self.layer, self.variant, query, **options)
+        else:
+            out = self.variant(query, key, value, **options)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _check_part(self, heads: int, kv_heads: int) -> None:
@@ -112,7 +112,7 @@ class Attention(nn.Module):
         told = "use module.shard(rank, ranks), or ColwiseParallel(use_local_output=False) for q_proj, k_proj and v_proj"
         if heads * self.kv_heads != kv_heads * self.heads and self.kv_heads != 1:
             raise WeftError(f"{got}, which belong to other queries: {told}")
-        if any(symbols(e) & {"head", "kv_head", "group"} for e in self.variant.expressions):
+        if any(symbols(e) & {"head", "kv_head", "group"} for e in self.variant.canonical.expressions):
             raise WeftError(f"{got}, and {self.variant.name} reads the number of a head, which is not known: {told}")
 
     def shard(self, rank: int, ranks: int) -> Attention:
@@ -277,7 +277,7 @@ def check_shard(name: str, variant: Variant, heads: int, rank: int, ranks: int) 
         raise WeftError(
             f"{name}.shard: expected ranks that divide {counted(heads, 'head')} and a rank below, got {rank} of {ranks}"
         )
-    if ranks > 1 and any(_computes_with_heads(e) for e in variant.expressions):
+    if ranks > 1 and any(_computes_with_heads(e) for e in variant.canonical.expressions):
         raise WeftError(
             f"{name}.shard: {variant.name} computes with the number of a head, and a part counts its heads from 0; put "
             "what depends on it into an operand, x[head], and give each part its own"

@@ -114,15 +114,15 @@ class LatentAttention(nn.Module):
             [normed(self.kv_a_layernorm, latent)[:, None], self.rope.rotate(shared[:, None], rotation)], dim=-1
         )
         form: Form | None = options.pop("form", self._form)
-        if cache is not None:
-            cache.append(self.layer, vector)
-            vector = cache.keys(self.layer)
-            options = {**cache.options_of(self.layer), **options}
-            form = "absorbed" if cache.block_table is not None else form
-        if self.variant.drops:
+        if self.variant.canonical.drops:
             options.setdefault("train", self.training)
         uk, uv = self._key_and_value_weights()
-        out = self.variant(query, vector, uk=uk, uv=uv, form=form, **options)
+        if cache is not None:
+            cache.append(self.layer, vector)
+            form = "absorbed" if cache.block_table is not None else form
+            out = cache.attend(self.layer, self.variant, query, uk=uk, uv=uv, form=form, **options)
+        else:
+            out = self.variant(query, vector, uk=uk, uv=uv, form=form, **options)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def absorb(self) -> AbsorbedLatentAttention:

@@ -44,7 +44,7 @@ class Division(Part):
         self.kernel = next(k.kernel for k in job.code.kernels if k.kernel.divides)
         self.divided, self._of_tiles = _Divisions(self._parts), _Divisions(self._by_tiles)
         read = {scalar.name for line in job.facts.kv_tiles.body for scalar in scalars(line.value)}
-        self._numbers = [p.name for p in job.facts.attention.parameters if p.name in read]
+        self._numbers = [p.name for p in job.facts.attention.canonical.parameters if p.name in read]
         self._divisions = _Divisions(self.divide)
 
     # -- one call ------------------------------------------------------------------------------------------------------

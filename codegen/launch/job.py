@@ -146,7 +146,7 @@ class Job(Planned):
 
     def __post_init__(self) -> None:
         self.own_keys = [i for i, s in enumerate(self.code.segments.qk) if s.source == "rope"]
-        parameters = self.facts.attention.parameters
+        parameters = self.facts.attention.canonical.parameters
         self.ranks = {f"arg_{p.name}": p.rank for p in parameters if isinstance(p, TensorOperand)}
 
     # -- the plan ------------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class Job(Planned):
 
     @property
     def saves_lse(self) -> bool:
-        return self.facts.attention.weighs.saves_lse
+        return self.facts.attention.canonical.weighs.saves_lse
 
     @cached_property
     def ways(self) -> Ways:
@@ -230,7 +230,7 @@ class Job(Planned):
 
     @property
     def arguments(self) -> list[str]:
-        return [f"arg_{p.name}" for p in self.facts.attention.parameters]
+        return [f"arg_{p.name}" for p in self.facts.attention.canonical.parameters]
 
     @property
     def gradient_names(self) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ L2_OVER_HBM = 1.8  # bytes/s that L2 delivers over those of HBM
 RESERVED = 1024  # bytes of SRAM that a program takes besides its own
 MOST_ON_AN_SM = 3  # programs that divide keys: of more, each has fewer registers than its loop wants
 MEASURING_AT_ONCE = 8  # programs on an SM that measure tiles: of 8 warps each
+CONVERTING = 4.6e-11  # seconds of a number of FP8 in a program that is alone on an SM; two of them hide each other's
 REACHED = 0.75  # share of the rate of products that a kernel of latent caches reaches
 INTERPRETED = 1 << 20  # programs at once that the interpreter divides keys for, so that it does what a GPU does
 HEADS_TOGETHER = 8  # heads whose tiles run side by side: HEAD_BUNCH of the templates
@@ -464,7 +465,7 @@ def parts_of(
     slots = hardware.sms * split_programs_per_sm(kernel, form, x, hardware, parts)
     tile_bytes = x.kv_share * x.e * x.bkv * (x.D + x.Du)
     units = int(x.B * x.Hkv * x.nq)
-    busy, most = 0.0, MOST_PARTS
+    busy, most = 0.0 if x.kv_share == 1 else CONVERTING * x.bkv * (x.D + x.Du), MOST_PARTS
     if form.computes_bound:
         busy = 2 * x.bq * x.bkv * (x.C + x.Cv) * hardware.sms / (REACHED * hardware.matrix_flops(BF16.name))
         tile_bytes /= x.nq  # programs that share keys are neighbours

@@ -172,9 +172,9 @@ def _header(plan: Plan, attention: Attention | None) -> Table:
         table.add_row("mask", Text(str(attention.mask)))
         if attention.sink is not None:
             table.add_row("sink", Text(str(attention.sink)))
-        if attention.weighs != SOFTMAX:
+        if attention.canonical.weighs != SOFTMAX:
             table.add_row("normalizer", Text(attention.normalizer))
-        if attention.drops:
+        if attention.canonical.drops:
             table.add_row("dropout", Text(f"{attention.dropout} of the weights, where the plan says drop(...)"))
     table.add_row("problem", Text(_problem_text(plan)))
     parts = plan.segments

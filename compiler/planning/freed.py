@@ -16,9 +16,14 @@ from .signature import Signature
 
 
 def is_freed(gradient: OperandGradient, signature: Signature, facts: Facts) -> bool:
-    """Whether a gradient is such a sum, and one whose mean derivative may be large."""
-    has_delta = facts.attention.weighs.saves_lse and signature.rounds_output
-    return has_delta and gradient.kind in ("total", "row") and not _is_multiple_of_product(gradient.derivative)
+    """Whether a gradient is such a sum. A call with a part of the keys cannot tell the error from its sums."""
+    has_delta = facts.attention.canonical.weighs.saves_lse and signature.rounds_output and not signature.part
+    return has_delta and is_row_sum(gradient)
+
+
+def is_row_sum(gradient: OperandGradient) -> bool:
+    """Whether a gradient is a sum over the keys of rows, and one whose mean derivative may be large."""
+    return gradient.kind in ("total", "row") and not _is_multiple_of_product(gradient.derivative)
 
 
 def frees(signature: Signature, facts: Facts) -> bool:

@@ -67,10 +67,14 @@ def divided(
     """
 
     def seconds(size: int, programs: float) -> float:
-        """Of so many programs with so many tiles each."""
-        sharing = max(min(programs, slots), enough)
-        alone = START + min(size, AHEAD) * TILE
-        return ceil(programs / slots) * (size * max(tile_bytes * sharing / bytes_per_second, busy) + alone)
+        """Of so many programs with so many tiles each. The last of them share the bandwidth with fewer."""
+        full, rest = divmod(programs, slots)
+        return full * of_wave(size, slots) + (of_wave(size, rest) if rest else 0.0)
+
+    def of_wave(size: int, programs: float) -> float:
+        """Of programs that run together."""
+        reading = tile_bytes * max(programs, enough) / bytes_per_second
+        return size * max(reading, busy) + START + min(size, AHEAD) * TILE
 
     best, least = Parts(1, max(tiles, 1)), inf
     for parts in range(1, min(most, max(tiles, 1)) + 1):

@@ -35,7 +35,7 @@ def operand_problems(
     device: that tensors must be on; any where None. all_of: those that must be there; all where None. dtype: of the
     query; None: not known. drawn: a function of its indices may stand for a tensor.
     """
-    declared = {p.name: p for p in attention.parameters}
+    declared = {p.name: p for p in attention.canonical.parameters}
     problems = [_unknown(n, declared) for n in given if n not in declared]
     for name, operand in declared.items():
         if name not in given:
@@ -148,7 +148,7 @@ def as_number(value: Any, kind: type | None) -> Any:
 def by_position(attention: Attention, more: Sequence[object]) -> WeftError:
     """Of arguments behind query, key and value: others have a mask, a function or a flag there."""
     got = ", ".join(type(value).__name__ for value in more)
-    own = ", ".join(f"{p.name}=..." for p in attention.parameters)
+    own = ", ".join(f"{p.name}=..." for p in attention.canonical.parameters)
     how = (
         f"options go by name{f', operands too ({own})' if own else ''}, and a mask or a score is declared: "
         "weft.Attention(mask=weft.kv_pos <= weft.q_pos)"
@@ -264,7 +264,7 @@ def described(
     number: of sequences, None where a call has none. device: that operands must be on; any where None.
     extra: options of the call that may be among them.
     """
-    name, kinds = str(attention.name), {s.name: int if s.dtype == "int" else float for s in attention.scalars}
+    name, kinds = str(attention.name), {s.name: int if s.dtype == "int" else float for s in attention.canonical.scalars}
     given = {n: as_number(value, kinds.get(n)) for n, value in options.items()}
     own = {n: value for n, value in given.items() if n not in extra}
     if problems := operand_problems(attention, own, device, all_of=()):

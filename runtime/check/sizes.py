@@ -65,8 +65,8 @@ class SizeChecks:
     def __init__(self, facts: Facts, parameters: Sequence[Scalar | TensorOperand]) -> None:
         attention = facts.attention
         self._name = str(attention.name)
-        self._expressions: tuple[Expr, ...] = attention.expressions
-        self._of_pairs = (attention.folded_score, attention.folded_mask)
+        self._expressions: tuple[Expr, ...] = attention.canonical.expressions
+        self._of_pairs = (attention.canonical.folded_score, attention.canonical.folded_mask)
         self._of_rows = self._expressions[len(self._of_pairs) :]  # a sink, which rows see that have no key too
         self._ints = [p for p in parameters if isinstance(p, Scalar) and p.dtype == "int"]
         self._numbers = [p for p in parameters if isinstance(p, Scalar) and p.dtype == "float"]

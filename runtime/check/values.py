@@ -64,7 +64,7 @@ def check_offsets(name: str, offset: int | Tensor) -> None:
 def computed_with(attention: Attention) -> tuple[str, ...]:
     """The int tensors whose entries take part in int arithmetic: beyond comparing, choosing and turning into floats."""
     found: set[str] = set()
-    for root in attention.expressions:
+    for root in attention.canonical.expressions:
         for node in nodes(root):
             if isinstance(node, Call) and node.dtype == "int" and not OPERATORS[node.op].chooses:
                 found |= {n.tensor.name for n in nodes(node) if isinstance(n, Load) and n.dtype == "int"}
@@ -155,21 +155,26 @@ def check_reads(
 
     On a CPU alone, where torch would take an index of -5 from the end; and not while torch traces.
     """
-    if not attention.tensors or not query.is_cpu or torch.compiler.is_compiling() or type(query) is not Tensor:
+    if (
+        not attention.canonical.tensors
+        or not query.is_cpu
+        or torch.compiler.is_compiling()
+        or type(query) is not Tensor
+    ):
         return
     batch, heads, q_len, _ = query.shape
     kv_heads, kv_len = key.shape[1:3]
     env = positions(batch, heads, kv_heads, q_len, kv_len, q_offset, query.device, first_batch)
     env |= {"head_dim": head_dim, **operands}
     ranges = {name: _range_of(value) for name, value in env.items() if type(value) is int or name in SYMBOLS}
-    if attention.folded_sink is not None:
-        _check_loads(attention, attention.folded_sink, env, ranges, None)
+    if attention.canonical.folded_sink is not None:
+        _check_loads(attention, attention.canonical.folded_sink, env, ranges, None)
     if kv_len == 0:  # no pair reads
         return
-    _check_loads(attention, attention.folded_mask, env, ranges, None)
-    if loads(attention.folded_score):
+    _check_loads(attention, attention.canonical.folded_mask, env, ranges, None)
+    if loads(attention.canonical.folded_score):
         mask = dense_mask(attention, env, (batch, heads, q_len, kv_len), query.dtype, query.device)
-        _check_loads(attention, attention.folded_score, env, ranges, mask)
+        _check_loads(attention, attention.canonical.folded_score, env, ranges, mask)
 
 
 def _range_of(value: Tensor | float) -> Range:

@@ -43,9 +43,9 @@ class Rest:
         """Of each tensor the axis that a mapped dimension joins; None where it cannot, because something tells rows of
         the batch apart, or adds them up."""
         shared = any(t is not None for n, t in zip(SLOTS, tensors[len(MAIN) :]) if n not in _BY_ROW)
-        reads_batch = any("batch" in symbols(e) for e in self.variant.attention.expressions)
+        reads_batch = any("batch" in symbols(e) for e in self.variant.attention.canonical.expressions)
         mapped = any(d is not None for d in dims[OPERANDS:])
-        if shared or reads_batch or mapped or self.variant.attention.drops or wanted.difference(MAIN):
+        if shared or reads_batch or mapped or self.variant.attention.canonical.drops or wanted.difference(MAIN):
             return None
         return [0] * OPERANDS + [None] * (len(tensors) - OPERANDS)
 

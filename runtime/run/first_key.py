@@ -21,7 +21,7 @@ class FirstKey:
 
     def __init__(self, attention: Attention) -> None:
         self._name = str(attention.name)
-        self.matters = "q_pos" in symbols(attention.folded_mask) | symbols(attention.folded_score)
+        self.matters = "q_pos" in symbols(attention.canonical.folded_mask) | symbols(attention.canonical.folded_score)
         self._was_said = False
 
     def note(self, q_len: int, kv_len: int) -> str | None:

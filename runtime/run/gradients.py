@@ -33,7 +33,7 @@ def contiguous_like(tensor: Tensor) -> Place:
 # -- calls without pairs -----------------------------------------------------------------------------------------------
 def lse_of_nothing(facts: Facts, call: Call, lse: Tensor) -> Tensor:
     """The log-sum-exp of rows where there is no key at all: the sink, if there is one."""
-    sink = facts.attention.folded_sink
+    sink = facts.attention.canonical.folded_sink
     if sink is None or 0 in lse.shape:
         return lse.fill_(-torch.inf)
     ragged = call.ragged

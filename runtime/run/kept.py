@@ -86,13 +86,13 @@ def _read(attention: Attention, call: Call) -> list[Tensor]:
 @lru_cache(maxsize=256)
 def _tensors(attention: Attention) -> tuple[str, ...]:
     """Names of the tensors that the mask reads."""
-    return tuple(sorted(t.name for t in tensors(attention.folded_mask)))
+    return tuple(sorted(t.name for t in tensors(attention.canonical.folded_mask)))
 
 
 @lru_cache(maxsize=256)
 def _scalars(attention: Attention) -> tuple[str, ...]:
     """Names of the scalars that it reads."""
-    return tuple(sorted(s.name for s in scalars(attention.folded_mask)))
+    return tuple(sorted(s.name for s in scalars(attention.canonical.folded_mask)))
 
 
 def _mask_key(facts: Facts, call: Call) -> tuple[object, ...]:
@@ -103,7 +103,7 @@ def _mask_key(facts: Facts, call: Call) -> tuple[object, ...]:
     given = tuple(name for name, value in lengths.items() if value is not None)
     numbers = tuple(call.operands[name] for name in _scalars(facts.attention))
     sizes = (*query.shape[:3], *key.shape[1:3], call.head_dim)
-    return facts.attention.folded_mask.text, sequences.kind, given, offset, numbers, sizes
+    return facts.attention.canonical.folded_mask.text, sequences.kind, given, offset, numbers, sizes
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:

@@ -133,7 +133,7 @@ def dtypes_of(
 ) -> Dtypes:  # fmt: skip
     """Those of a call, of its products and of its output."""
     given = (DTYPES[query.dtype], DTYPES[key.dtype], None if value is None else DTYPES[value.dtype])
-    return Dtypes.of(*given, out, bounded=attention.weighs.weight is None)
+    return Dtypes.of(*given, out, bounded=attention.canonical.weighs.weight is None)
 
 
 def signature_of_call(
@@ -153,7 +153,7 @@ def signature_of_call(
         doubles=query.is_cuda and has_doubles(call.operands),
         boxed=boxed_of(facts, call.operands) if query.is_cuda else 0,
         options=frozenset(call.read or ()), scaled_rows=descales.rows_read(call.read or {}),
-        dtypes=dtypes_of(attention, query, call.key, value, call.choices.out),
+        dtypes=dtypes_of(attention, query, call.key, value, call.choices.out), part=call.choices.part,
     )  # fmt: skip
     sums_pairs = facts.with_order(call.sequences.kind.in_order).sums_pairs(wanted)
-    return signature_of(described, masked=attention.is_masked, sums_pairs=sums_pairs)
+    return signature_of(described, masked=attention.canonical.is_masked, sums_pairs=sums_pairs)

@@ -44,8 +44,8 @@ _known: dict[str, Variant] = {}
 
 def variant_of(attention: Attention) -> Variant:
     """The variant at run time, shared by all equal declarations."""
-    found = _known.get(attention.line)
-    return found if found is not None else _known.setdefault(attention.line, Variant(attention))
+    found = _known.get(attention.canonical.line)
+    return found if found is not None else _known.setdefault(attention.canonical.line, Variant(attention))
 
 
 def forget() -> None:
@@ -72,18 +72,20 @@ class Variant:
 
     def __init__(self, attention: Attention) -> None:
         self.attention = attention
-        self.text = attention.line
+        self.text = attention.canonical.line
         self.name = str(attention.name)
         self.facts = facts_of(attention)
-        self.names = tuple(p.name for p in attention.parameters)
-        self.kinds = tuple("tensor" if isinstance(p, TensorOperand) else p.dtype for p in attention.parameters)
+        self.names = tuple(p.name for p in attention.canonical.parameters)
+        self.kinds = tuple(
+            "tensor" if isinstance(p, TensorOperand) else p.dtype for p in attention.canonical.parameters
+        )
         self.tensor_names = (*MAIN, *(n for n, kind in zip(self.names, self.kinds) if kind == "tensor"))
         self.recorded: dict[object, Any] = {}  # what is kept for kinds of calls that autograd records
         self._forwards: dict[object, Prepared] = {}
         self._backwards: dict[object, Prepared] = {}
         self.repeats = Repeats()  # of forwards
         self.first_key = FirstKey(attention)
-        self._sizes = SizeChecks(self.facts, attention.parameters)
+        self._sizes = SizeChecks(self.facts, attention.canonical.parameters)
 
     # -- forward -------------------------------------------------------------------------------------------------------
     def forward(self, call: Call, key: object = None) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,7 @@ def key_of(
 ) -> TuneKey:
     """Calls that share a file: widths and dtype count, and whether short calls have a form of their own and these are
     such; never heads or batch."""
-    return TuneKey(attention.digest, signature.direction, signature.label, hardware.name, target, algorithm)
+    return TuneKey(attention.canonical.digest, signature.direction, signature.label, hardware.name, target, algorithm)
 
 
 def remembered(

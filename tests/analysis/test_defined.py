@@ -68,7 +68,7 @@ AT_LAST: list[tuple[Expr, bool]] = [
 @pytest.mark.parametrize(("given", "known"), AT_LAST, ids=[str(s) for s, _ in AT_LAST])
 def test_scores_that_have_a_value_at_the_last_row(given: Expr, known: bool) -> None:
     """If that row has one. Where q.k is not, it need have none, as of a row that does not exist it is 0."""
-    folded = weft.Attention(given).folded_score
+    folded = weft.Attention(given).canonical.folded_score
     assert not is_below_inf(folded) and is_below_inf_at_last(folded) == known
 
 

@@ -48,7 +48,7 @@ def test_nothing_visible_is_skipped(name: str, target: str) -> None:
     mask, scalars, limit, offset = CASES[name]
     variant = weft.Attention(mask=mask, name="far_bounds")
     known: dict[str, int | Tensor] = {**scalars, "limits": torch.tensor([limit, limit])}
-    given = {"q_offset": offset, **{p.name: known[p.name] for p in variant.parameters}}
+    given = {"q_offset": offset, **{p.name: known[p.name] for p in variant.canonical.parameters}}
     exact = results(variant.reference, torch.float64, **given)
     assert exact[0].any()
     for got, wanted in zip(results(variant, torch.float32, target=target, **given), exact, strict=True):

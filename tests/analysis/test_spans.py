@@ -141,7 +141,7 @@ def measured(
 def check(name: str, kind: str, lengths: tuple[int, int, object], blocks: tuple[int, int]) -> None:
     variant = weft.Attention(mask=MASKS[name], name=name)
     (q_len, kv_len, q_offset), (block_q, block_kv) = lengths, blocks
-    given = {p.name: operands(kind)[p.name] for p in variant.parameters}
+    given = {p.name: operands(kind)[p.name] for p in variant.canonical.parameters}
     first = kv_len - q_len if q_offset is None else q_offset
     offsets = first.tolist() if isinstance(first, Tensor) else [first] * 2
     for axis in ("kv", "q"):

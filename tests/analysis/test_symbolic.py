@@ -50,8 +50,8 @@ def read(text):
 )  # fmt: skip
 def test_common_scores(score, simple, slope):
     attention = Attention(score=parse(score, OPERANDS))
-    assert str(simplify(attention.folded_score)) == simple
-    assert str(derivative(attention.folded_score, QK)) == slope
+    assert str(simplify(attention.canonical.folded_score)) == simple
+    assert str(derivative(attention.canonical.folded_score, QK)) == slope
 
 
 @pytest.mark.parametrize(

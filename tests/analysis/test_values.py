@@ -85,7 +85,7 @@ def test_a_compiled_graph_is_checked_too() -> None:
         offsets(0, 5),
         *[None] * (len(SLOTS) - 1),
         16,
-        PACKED.canonical_text,
+        PACKED.canonical.text,
         "target=cpu",
     )
     with pytest.raises(WeftError, match=r"packed: q_offset\[1\] is 5"):

@@ -134,8 +134,8 @@ def biases(declared: weft.Attention, rows: int, columns: int, batches: int, dtyp
     """Operands with entries for more positions than there are."""
     sizes = {"batch": batches, "head": HEADS, "kv_head": KEY_HEADS}
     made = {}
-    for t in declared.tensors:
-        read = next(r for r in facts_of(declared).attention.gradient_loads if r.tensor == t)
+    for t in declared.canonical.tensors:
+        read = next(r for r in facts_of(declared).attention.canonical.gradient_loads if r.tensor == t)
         extents = [
             rows if "q_pos" in i.text else columns if "kv_pos" in i.text else sizes.get(i.text, HEADS)
             for i in read.index

@@ -276,7 +276,7 @@ def test_masks_without_closed_form(name, order, length):
     curve = weft.Attention(score=5.0 * weft.tanh(score / 5.0), mask=OPEN[name], name=f"curved_{name}")
     tensors, known = inputs(length, length, torch.float32, kv_heads=2), open_operands(order, length)
     for attention in (weft.Attention(mask=OPEN[name], name=name), curve):
-        given = {t.name: known[t.name] for t in attention.tensors}
+        given = {t.name: known[t.name] for t in attention.canonical.tensors}
         check(attention, tensors, given, schedule=SMALL_TILES)
 
 
@@ -285,7 +285,7 @@ def test_masks_without_closed_form_and_gradients_of_operands(offset):
     attention = weft.Attention(score + ROW_BIAS[head, q_pos] * COLUMN_BIAS[head, kv_pos], OPEN["by_head_and_row"],
                                name="open_biases")  # fmt: skip
     known = open_operands("runs", 203) | operands_of(("row_bias", "column_bias"), torch.float32, 2)
-    given = {t.name: known[t.name] for t in attention.tensors}
+    given = {t.name: known[t.name] for t in attention.canonical.tensors}
     check(attention, inputs(90, 203, torch.float32, kv_heads=2), given, q_offset=offset, schedule=SMALL_TILES)
 
 

@@ -225,7 +225,7 @@ def drawn(variant: weft.Attention, case: Case, dtype: torch.dtype) -> tuple[list
         "x": case.scale, "window": 11, "bias": normal(HEADS, longest, longest), "slopes": normal(HEADS).abs(),
         "seen": torch.rand(longest, longest, generator=generator) < 0.7, "pads": normal(2, longest),
     }  # fmt: skip
-    operands = {p.name: known[p.name] for p in variant.parameters} | case.options
+    operands = {p.name: known[p.name] for p in variant.canonical.parameters} | case.options
     if case.edit is not None:
         case.edit(*tensors, operands)
     return tensors, operands
@@ -349,7 +349,7 @@ def test_what_torch_records(name: str, learns: bool, dtype: torch.dtype, monkeyp
     """Every input again, of who wants no log-sum-exp: gradients of operands too, where these are learned."""
     monkeypatch.setattr(at_once, "MOST_RECORDED", 1 << 16)
     variant, times = VARIANTS[name], 0
-    learned = [n for n in ("bias", "slopes", "pads") if learns and n in {p.name for p in variant.parameters}]
+    learned = [n for n in ("bias", "slopes", "pads") if learns and n in {p.name for p in variant.canonical.parameters}]
     if learns and not learned:
         pytest.skip("nothing of it is learned")
     for what, case in CASES.items():
@@ -395,7 +395,7 @@ def test_a_mask_that_is_kept_is_made_anew_of_other_numbers() -> None:
 
     def check() -> None:
         for name in ("seen", "alibi", "bias", "pads"):
-            own = {p.name: {"x": 0.25, **operands}[p.name] for p in VARIANTS[name].parameters}
+            own = {p.name: {"x": 0.25, **operands}[p.name] for p in VARIANTS[name].canonical.parameters}
             wanted = VARIANTS[name].reference(*tensors, **own)
             for _ in range(3):
                 torch.testing.assert_close(VARIANTS[name](*tensors, **own, target="cpu"), wanted, rtol=1e-4, atol=1e-4)
@@ -591,7 +591,7 @@ def test_pieces(name: str, most: int, learns: bool, kept: bool, monkeypatch: pyt
         "table": 0.5 + torch.rand(HEADS, 10),
         "by_row": torch.randn(5, 30, 30),
     }
-    operands = {p.name: known[p.name] for p in variant.parameters}
+    operands = {p.name: known[p.name] for p in variant.canonical.parameters}
     tensors = [torch.randn(5, heads, n, DIM) for heads, n in ((HEADS, 24), (KV_HEADS, 30), (KV_HEADS, 30))]
     dout, dlse = torch.randn(5, HEADS, 24, DIM), torch.randn(5, HEADS, 24)
 

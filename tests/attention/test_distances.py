@@ -36,12 +36,12 @@ GIVEN = {"rate": 0.3, "shift": -2}
 def operands_of(attention: weft.Attention) -> dict[str, torch.Tensor | float | int]:
     generator = torch.Generator().manual_seed(3)
     sizes = {"table": (31,), "tables": (4, 51), "slopes": (4,)}
-    made = {t.name: torch.randn(sizes[t.name], generator=generator) * 0.5 for t in attention.tensors}
-    return made | {n: value for n, value in GIVEN.items() if n in {p.name for p in attention.parameters}}
+    made = {t.name: torch.randn(sizes[t.name], generator=generator) * 0.5 for t in attention.canonical.tensors}
+    return made | {n: value for n, value in GIVEN.items() if n in {p.name for p in attention.canonical.parameters}}
 
 
 def floats_of(attention: weft.Attention) -> tuple[str, ...]:
-    return tuple(t.name for t in attention.tensors)
+    return tuple(t.name for t in attention.canonical.tensors)
 
 
 def check(

@@ -46,7 +46,7 @@ def operands_of(variant: weft.Attention, kv_len: int) -> dict[str, Any]:
         "bias": torch.where(torch.rand(2, kv_len, generator=generator) < 0.3, -1e9, 0.0),
         "p": 0.25, "seed": 1 << 40 | 7,
     }  # fmt: skip
-    return {operand.name: made[operand.name] for operand in variant.parameters}
+    return {operand.name: made[operand.name] for operand in variant.canonical.parameters}
 
 
 def check(variant: weft.Attention, length: int, dtype: torch.dtype, kv_more: int = 6, **options: Any) -> None:
@@ -231,7 +231,7 @@ def test_the_mean_over_seeds_is_the_call_without_dropout() -> None:
 def test_copies_and_texts() -> None:
     for variant in (CAUSAL, GIVEN):
         assert weft.parse_attention(str(variant)) == variant == copy.deepcopy(variant)
-        assert variant != variant.replace(dropout=0.0) and "dropout=" in variant.canonical_text
+        assert variant != variant.replace(dropout=0.0) and "dropout=" in variant.canonical.text
 
 
 # -- under torch's own tools -------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def operands(variant: weft.Attention, heads: int, seed: int = 1 << 40 | 7) -> di
     torch.manual_seed(5)
     made = {"slopes": torch.rand(heads), "sinks": torch.randn(heads), "p": 0.25, "seed": torch.tensor([seed]),
             "doc": torch.stack([torch.arange(400) // n for n in (30, 50)])}  # fmt: skip
-    return {operand.name: made[operand.name] for operand in variant.parameters}
+    return {operand.name: made[operand.name] for operand in variant.canonical.parameters}
 
 
 def check(

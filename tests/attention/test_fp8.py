@@ -9,39 +9,16 @@ import torch
 
 import weft
 from benchmarks import fp8_accuracy
-from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
+from weft import kv_pos, q_pos
 
 from ..support import check_errors, lost_by_a_cache, mostly, poisoned
+from .cases import CAUSAL, cases
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-slopes, sinks = weft.tensor("slopes", 1), weft.tensor("sinks", 1)
-doc = weft.tensor("doc", 2, int)
-pad = weft.tensor("pad", 2)
-window = weft.scalar("window", int)
-CAUSAL = weft.Attention(mask=masks.causal, name="causal")
-VARIANTS = {
-    "dense": (weft.Attention(name="dense"), {}),
-    "causal": (CAUSAL, {}),
-    "window": (weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="windowed"), {"window": 20}),
-    "cap": (weft.Attention(5.0 * weft.tanh(score / 5.0), masks.causal, name="cap"), {}),
-    "negative": (weft.Attention(mask=masks.causal, scale=-0.2, name="negative"), {}),
-    "alibi": (
-        weft.Attention(score * (1.0 + 0.01 * kv_len) + slopes[head] * (kv_pos - q_pos), masks.causal, name="alibi"),
-        {"slopes": torch.tensor([0.1, 0.3, 0.01, 0.5])},
-    ),
-    "documents": (
-        weft.Attention(mask=masks.causal & (doc[batch, q_pos] == doc[batch, kv_pos]), name="documents"),
-        {"doc": (torch.arange(200) // 23).repeat(6, 1)},
-    ),
-    "far": (
-        weft.Attention(score + pad[batch, kv_pos], name="far"),
-        {"pad": torch.where(torch.arange(200) % 5 == 3, -1e9, 0.0).repeat(6, 1)},
-    ),
-    "sink": (weft.Attention(mask=masks.causal, sink=sinks[head], name="sinks"), {"sinks": torch.randn(4)}),
-    "sigmoid": (weft.Attention(mask=masks.causal, normalizer="sigmoid", name="sigmoids"), {}),
-    "relu": (weft.Attention(mask=masks.causal, normalizer="relu", name="relus"), {}),
-    "dropout": (weft.Attention(mask=masks.causal, dropout=0.3, name="dropped"), {"seed": 5}),
-}  # fmt: skip
+VARIANTS = cases(
+    "dense", "causal", "window", "cap", "negative", "alibi", "documents", "far", "sink", "sigmoid", "relu", "dropout",
+    rows=200, document=23,
+)  # fmt: skip
 TARGETS = ("cpu", "interpret")
 QUERIES = {"cpu": torch.bfloat16, "interpret": torch.float16}
 
@@ -263,8 +240,10 @@ def test_the_dtype_of_the_output() -> None:
         assert CAUSAL.reference(query, key, value, out_dtype=dtype, **options).dtype == dtype
     plain = torch.randn(1, 1, 4, 16)
     assert CAUSAL(plain, plain, plain, out_dtype=torch.float32).dtype == torch.float32
-    with pytest.raises(weft.WeftError, match="out_dtype: expected torch.float32 as the query is, got torch.bfloat16"):
+    said = "out_dtype: expected torch.float32 as the query is, got torch.bfloat16"
+    with pytest.raises(weft.WeftError, match=said) as raised:
         CAUSAL(plain, plain, plain, out_dtype=torch.bfloat16)
+    assert (raised.value.option, raised.value.got) == ("out_dtype", "torch.bfloat16")
     with pytest.raises(weft.WeftError, match="out_dtype: expected torch.bfloat16, .*, got torch.float8_e4m3fn"):
         CAUSAL(query, key, value, out_dtype=E4M3)
 
@@ -303,8 +282,9 @@ def test_calls_under_torch_compile_and_by_the_op() -> None:
 def test_descales_that_are_none(descale, message: str) -> None:
     (query, key, value), _ = operands("cpu")
     for call in (CAUSAL, CAUSAL.reference):
-        with pytest.raises(weft.WeftError, match=message):
+        with pytest.raises(weft.WeftError, match=message) as raised:
             call(query, key, value, k_descale=descale)
+        assert raised.value.option == "k_descale" and (raised.value.got or raised.value.next_step)
 
 
 def test_operands_that_do_not_fit() -> None:

@@ -46,7 +46,7 @@ def operands_of(declared: weft.Attention, length: int, batches: int, draw: int) 
     generator = torch.Generator().manual_seed(100 + draw)
     sizes = {"slopes": (4,), "gains": (4, length), "table": (4, 8), "sinks": (4,)}
     made = {n: torch.rand(size, generator=generator) * 0.1 + 0.01 for n, size in sizes.items()}
-    return {t.name: made[t.name] for t in declared.tensors if t.name in made}  # not a seed
+    return {t.name: made[t.name] for t in declared.canonical.tensors if t.name in made}  # not a seed
 
 
 def check(declared: weft.Attention, dtype: torch.dtype, length: int = L, draws: int = 3, **options: Any) -> None:
@@ -131,7 +131,7 @@ def test_which_sums_are_freed() -> None:
     """Of 16 bits, where a softmax has a delta, and not of what q.k alone multiplies, whose mean is small."""
 
     def freed(declared: weft.Attention, dtype: str = "bf16") -> list[bool]:
-        facts, wanted = facts_of(declared), frozenset(t.name for t in declared.tensors)
+        facts, wanted = facts_of(declared), frozenset(t.name for t in declared.canonical.tensors)
         signature = Signature("backward", "sm_90", Dtypes.all(dtype), Widths(64, 64), wanted=wanted)
         return [is_freed(g, signature, facts) for g in facts.operand_gradients(wanted)]
 

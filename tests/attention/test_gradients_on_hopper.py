@@ -56,7 +56,7 @@ def operands_of(declared: Any, batches: int = BATCHES) -> dict[str, Tensor]:
     sizes |= {"entries": (9,), "slopes": (HEADS,)}
     made = {n: torch.randn(size, generator=generator) * 0.5 for n, size in sizes.items()}
     made["kinds"] = torch.randint(0, 9, (batches, ROOM), generator=generator)
-    return {t.name: made[t.name] for t in declared.tensors}
+    return {t.name: made[t.name] for t in declared.canonical.tensors}
 
 
 def check(

@@ -9,6 +9,7 @@ import weft
 from weft import batch, head, head_dim, kv_pos, masks, q_pos, score
 
 from ..support import check_errors, check_variant, poisoned
+from .cases import CAUSAL, DENSE
 
 window = weft.scalar("window", int)
 slopes = weft.tensor("slopes", 1)
@@ -17,8 +18,6 @@ bias_kv = weft.tensor("bias_kv", 2)
 doc = weft.tensor("doc", 1, int)
 limit = weft.tensor("limit", 1, int)
 
-CAUSAL = weft.Attention(mask=masks.causal, name="causal")
-DENSE = weft.Attention(name="dense")
 ALIBI = weft.Attention(score + slopes[head] * (kv_pos - q_pos), masks.causal, name="alibi")
 SIMPLE = {
     "dense": DENSE,

@@ -65,7 +65,7 @@ def operands_of(declared, heads, batches, rows):
         "sinks": torch.linspace(-3.0, 6.0, batches * heads).view(batches, -1),
         "pad": torch.where(torch.arange(rows) % 5 == 3, -1e9, 0.0).repeat(batches, 1),
     }  # fmt: skip
-    return {p.name: made[p.name] for p in declared.parameters}
+    return {p.name: made[p.name] for p in declared.canonical.parameters}
 
 
 def run(

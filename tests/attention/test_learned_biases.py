@@ -78,7 +78,7 @@ def operands_of(attention: weft.Attention, batches: int = 2, dtype: torch.dtype 
     made |= {"apart": torch.randint(-2, 8, (batches, 64, 64), generator=generator)}
     made |= {"kinds": torch.randint(0, 5, (batches, 64), generator=generator)}
     made |= {"docs": torch.randint(0, 3, (batches, 64), generator=generator).sort(-1).values}
-    return {t.name: made[t.name] for t in attention.tensors if t.name in made}
+    return {t.name: made[t.name] for t in attention.canonical.tensors if t.name in made}
 
 
 def check(

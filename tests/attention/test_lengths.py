@@ -6,42 +6,24 @@ import pytest
 import torch
 
 import weft
-from weft import batch, head, kv_len, kv_pos, masks, q_len, q_pos, score
+from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
 from weft.codegen.launch import launching
 from weft.compiler.planning.sources import kind_named
 from weft.runtime.driver import builds
 
 from ..support import check_variant, long_from, poisoned
+from .cases import CAUSAL, cases, doc
 
 slopes = weft.tensor("slopes", 2)
 rows = weft.tensor("rows", 2)
 columns = weft.tensor("columns", 2)
-doc = weft.tensor("doc", 2, int)
-pad = weft.tensor("pad", 2)
-window = weft.scalar("window", int)
 
-CAUSAL = weft.Attention(mask=masks.causal, name="causal")
-VARIANTS = {
-    "dense": (weft.Attention(name="dense"), {}),
-    "causal": (CAUSAL, {}),
-    "window": (weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="windowed"), {"window": 20}),
-    "cap": (weft.Attention(5.0 * weft.tanh(score / 5.0), masks.causal, name="cap"), {}),
-    "lengths": (  # the symbols are those of the sequence
-        weft.Attention(score * (1.0 + 0.01 * q_len) + 0.1 * batch, kv_pos * 2 <= q_pos + kv_len, name="lengths"), {}
-    ),
-    "documents": (
-        weft.Attention(mask=masks.causal & (doc[batch, q_pos] == doc[batch, kv_pos]), name="documents"),
-        {"doc": (torch.arange(80) // 11).repeat(6, 1)},
-    ),
+VARIANTS = cases("dense", "causal", "window", "cap", "lengths", "documents", "far", rows=80) | {
     "by head": (
         weft.Attention(mask=doc[head, q_pos] >= doc[head, kv_pos], name="by_head"),
         {"doc": torch.stack([torch.arange(80) // n for n in (7, 30)])},
     ),
-    "far": (
-        weft.Attention(score + pad[batch, kv_pos], name="far"),
-        {"pad": torch.where(torch.arange(80) % 5 == 3, -1e9, 0.0).repeat(6, 1)},
-    ),
-}  # fmt: skip
+}
 BIASES = weft.Attention(
     score * (1.0 + 0.1 * slopes[batch, head]) + rows[head, q_pos] + columns[batch, kv_pos], masks.causal, name="biases"
 )

@@ -16,18 +16,17 @@ from weft.runtime.call import Call, Choices, Lengths, Packed, Paged
 from weft.runtime.run.gradients import operand_gradients
 
 from ..support import check_errors, mostly, poisoned
+from . import cases
+from .cases import CAUSAL, doc, pad
 from .gluon import portable_module
 from .test_flash_on_hopper import joined, launch
 
 pytest.importorskip("triton")
 
-CAUSAL = weft.Attention(mask=masks.causal, name="causal")
-sinks_of, pad, doc = weft.tensor("sinks_of", 2), weft.tensor("pad", 2), weft.tensor("doc", 2, int)
+sinks_of = weft.tensor("sinks_of", 2)
 VARIANTS = {
-    "dense": weft.Attention(name="dense"),
-    "causal": CAUSAL,
+    **{name: cases.VARIANTS[name] for name in ("dense", "causal", "cap")},
     "window": weft.Attention(mask=masks.sliding_window(50), name="window"),
-    "cap": weft.Attention(20.0 * weft.tanh(score / 20.0), masks.causal, name="cap"),
     "lengths": weft.Attention(score * (1.0 + 0.002 * q_len) + 0.1 * batch, masks.causal, name="lengths"),
     "sunk": CAUSAL.replace(sink=sinks_of[batch, head], name="sunk"),
     "far": weft.Attention(score + pad[batch, kv_pos], masks.causal, name="far"),
@@ -46,7 +45,7 @@ def operands_of(variant):
         "pad": torch.where(torch.arange(400) % 5 == 3, -1e9, 0.0).repeat(NUMBER, 1),
         "doc": torch.stack([torch.arange(400) // n for n in (30, 50, 7, 30, 130, 300)]),
     }
-    return {p.name: known[p.name] for p in variant.parameters}
+    return {p.name: known[p.name] for p in variant.canonical.parameters}
 
 
 def sequences_of(kind, offset):
@@ -132,7 +131,7 @@ def of_definition(variant, tensors, operands, lengths, offset, dout, dtype, want
 
 def reference_of(variant, *tensors, **options):
     """out and lse; NaN of each row for a variant that has no log-sum-exp."""
-    if variant.weighs.saves_lse:
+    if variant.canonical.weighs.saves_lse:
         return variant.reference(*tensors, **options, return_lse=True)
     out = variant.reference(*tensors, **options)
     return out, torch.full_like(out[..., 0], torch.nan)
@@ -292,7 +291,7 @@ def check_forward(variant, kind, dim, heads=2, kv_heads=1, offset=None, operands
     call = Call(query, key, value, None, operands, sequences, Choices(), dim)
     results = {"out": torch.full_like(query, torch.nan), "lse": torch.full(query.shape[:3], torch.nan)}
     launch(variant, call, results)
-    for n, name in enumerate(results if variant.weighs.saves_lse else ["out"]):
+    for n, name in enumerate(results if variant.canonical.weighs.saves_lse else ["out"]):
         check_errors(results[name], exact[n], usual[n], f"{variant.name} {kind} {name}")
 
 

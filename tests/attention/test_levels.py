@@ -57,7 +57,7 @@ def operands_of(attention: weft.Attention, far: float = 0.0) -> dict[str, Tensor
         "docs": torch.arange(260)[None].expand(2, -1) // torch.tensor([[130], [90]]),
     }  # fmt: skip
     made["tables"][:, 7] += far
-    return {t.name: made[t.name] for t in attention.tensors}
+    return {t.name: made[t.name] for t in attention.canonical.tensors}
 
 
 def check(

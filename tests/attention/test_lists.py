@@ -52,7 +52,7 @@ def operands() -> dict[str, Tensor]:
 
 
 def given(variant: weft.Attention) -> dict[str, Tensor]:
-    return {p.name: operands()[p.name] for p in variant.parameters}
+    return {p.name: operands()[p.name] for p in variant.canonical.parameters}
 
 
 def block_classes(mask: Tensor) -> list[list[int]]:

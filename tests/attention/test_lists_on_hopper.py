@@ -36,7 +36,7 @@ def operands_for(declared: weft.Attention, rows: int) -> dict[str, Tensor]:
         "few": torch.rand(8, 8, generator=generator) < 0.4,
         "doc": (torch.arange(rows)[None] // 110).repeat(3, 1),
     }
-    return {p.name: made[p.name] for p in declared.parameters}
+    return {p.name: made[p.name] for p in declared.canonical.parameters}
 
 
 def check(
@@ -54,7 +54,7 @@ def check(
     rows = tensors["query"].shape[:3]
     results = {"out": torch.full_like(tensors["query"], nan), "lse": torch.full(rows, nan)}
     launch(declared, call, results)
-    saves = declared.weighs.saves_lse
+    saves = declared.canonical.weighs.saves_lse
     dout, dlse = torch.randn(shapes["query"]).bfloat16(), torch.randn(rows) if saves else None
     gradients = {f"d{n}": torch.full_like(t, nan) for n, t in tensors.items()}
     launch(declared, call, {**results, "dout": dout, "dlse": dlse, **gradients}, list(tensors), deterministic)

@@ -62,7 +62,7 @@ def operands_of(declared: weft.Attention, q_len: int, kv_len: int) -> dict[str, 
     made = {n: torch.randn(size, generator=generator) * 0.3 for n, size in sizes.items()}
     made["factor"] = torch.tensor([-1.5, 0.7, 0.0, 2.0])
     made["doc"] = (torch.arange(room)[None] // torch.tensor([[30], [47]])).int()
-    return {t.name: made[t.name] for t in declared.tensors}
+    return {t.name: made[t.name] for t in declared.canonical.tensors}
 
 
 def check(

@@ -103,7 +103,7 @@ def test_masks_scores_sinks_and_normalizers(name, kind):
 def test_what_other_calls_look_up_ahead(name, kind):
     variant, given = OTHERS[name]
     lens = torch.tensor([64, 5, 3, 9, 75, 40], dtype=torch.int32)  # no query stands before the first key
-    check(variant, operands(), kv_lens=lens, kind=kind, **{p.name: given for p in variant.parameters})
+    check(variant, operands(), kv_lens=lens, kind=kind, **{p.name: given for p in variant.canonical.parameters})
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -6,38 +6,13 @@ import pytest
 import torch
 
 import weft
-from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
+from weft import masks
 from weft.runtime.driver import builds
 
 from ..support import check_errors, long_from, mostly, poisoned
+from .cases import CAUSAL, cases
 
-slopes = weft.tensor("slopes", 1)
-sinks = weft.tensor("sinks", 1)
-doc = weft.tensor("doc", 2, int)
-pad = weft.tensor("pad", 2)
-window = weft.scalar("window", int)
-
-CAUSAL = weft.Attention(mask=masks.causal, name="causal")
-VARIANTS = {
-    "dense": (weft.Attention(name="dense"), {}),
-    "window": (weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="windowed"), {"window": 20}),
-    "cap": (weft.Attention(5.0 * weft.tanh(score / 5.0), masks.causal, name="cap"), {}),
-    "alibi": (
-        weft.Attention(score * (1.0 + 0.01 * kv_len) + slopes[head] * (kv_pos - q_pos), masks.causal, name="alibi"),
-        {"slopes": torch.tensor([0.1, 0.3, 0.01, 0.5])},
-    ),
-    "documents": (
-        weft.Attention(mask=masks.causal & (doc[batch, q_pos] == doc[batch, kv_pos]), name="documents"),
-        {"doc": (torch.arange(96) // 11).repeat(6, 1)},
-    ),
-    "far": (
-        weft.Attention(score + pad[batch, kv_pos], name="far"),
-        {"pad": torch.where(torch.arange(96) % 5 == 3, -1e9, 0.0).repeat(6, 1)},
-    ),
-    "sink": (weft.Attention(mask=masks.causal, sink=sinks[head], name="sinks"), {"sinks": torch.randn(4)}),
-    "sigmoid": (weft.Attention(mask=masks.causal, normalizer="sigmoid", name="sigmoids"), {}),
-    "dropout": (weft.Attention(mask=masks.causal, dropout=0.3, name="dropped"), {"seed": 5}),
-}  # fmt: skip
+VARIANTS = cases("dense", "window", "cap", "alibi", "documents", "far", "sink", "sigmoid", "dropout", rows=96)
 TARGETS = ("cpu", "interpret")
 LENS = {
     "q_lens": torch.tensor([42, 0, 3, 33, 42, 20]),

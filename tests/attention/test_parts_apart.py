@@ -113,7 +113,7 @@ def stretch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_documents_in_runs(target: str, name: str, deterministic: bool, stretch: None) -> None:
     given = operands(700)
     rows = [in_runs(700, seed) for seed in range(4)]
-    own = {p.name: torch.stack(rows) for p in VARIANTS[name].parameters}
+    own = {p.name: torch.stack(rows) for p in VARIANTS[name].canonical.parameters}
     found = computed(VARIANTS[name], target, given, deterministic=deterministic, **own)
     exact, usual = (expected(VARIANTS[name], given, None, dtype, **own) for dtype in (torch.float64, torch.bfloat16))
     for label, *tensors in zip(NAMES, found, exact, usual):
@@ -138,7 +138,7 @@ def test_sequences_of_their_own_lengths(target: str, name: str, packed: bool, st
 @pytest.mark.parametrize("name", ["causal", "two ranges", "of heads"])
 def test_few_queries_whose_keys_are_divided(name: str) -> None:
     query, key, value, _ = operands(700)
-    own = {p.name: torch.stack([in_runs(700, seed) for seed in range(4)]) for p in VARIANTS[name].parameters}
+    own = {p.name: torch.stack([in_runs(700, seed) for seed in range(4)]) for p in VARIANTS[name].canonical.parameters}
     query = query[:, :, -6:]
     found = VARIANTS[name](
         *(t.float() for t in (query, key, value)), **own, target="interpret", schedule="split_kv", return_lse=True
@@ -161,7 +161,7 @@ def untouched(target: str, variant: weft.Attention, deterministic: bool = False)
     given, poisoned = marks[0] == marks[0, BLOCK[target]], operands(marks.shape[1], 2, 1, 1)
     for tensor in poisoned[2:]:  # values, and gradients of the output
         tensor[:, :, given] = torch.nan
-    own = {p.name: marks.expand(2, -1) for p in variant.parameters}
+    own = {p.name: marks.expand(2, -1) for p in variant.canonical.parameters}
     found = computed(variant, target, poisoned, deterministic=deterministic, **own)
     return all(bool(t[:, :, ~given].isfinite().all()) for t in found)
 

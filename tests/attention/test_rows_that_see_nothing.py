@@ -29,7 +29,7 @@ def gradients(name: str, target: str, rows: int, dtype: torch.dtype, poison: flo
             for n, h in (("query", 4), ("key", 2), ("value", 2))}  # fmt: skip
     shapes = {"bias": (rows, rows), "pad": (2, rows), "sinks": (4,)}
     operands = {p.name: torch.randn(shapes[p.name], generator=generator).requires_grad_(learned)
-                for p in VARIANTS[name].parameters if p.name in shapes}  # fmt: skip
+                for p in VARIANTS[name].canonical.parameters if p.name in shapes}  # fmt: skip
     if name == "padded":
         operands["pad"] = torch.where(torch.arange(rows) % 5 == 3, -1e9, 0.0).repeat(2, 1).requires_grad_(learned)
     seed = {"seed": 3} if name == "dropped" else {}

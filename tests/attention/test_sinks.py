@@ -44,7 +44,7 @@ def operands_of(variant: weft.Attention, length: int, batches: int = 2, around: 
         "bias": torch.where(torch.rand(batches, length, generator=generator) < 0.3, -1e9, 0.0),
         "rate": 0.7,
     }
-    return {p.name: made[p.name] for p in variant.parameters}
+    return {p.name: made[p.name] for p in variant.canonical.parameters}
 
 
 def check(variant: weft.Attention, length: int, dtype: torch.dtype, around: float = 0.0, **options: object) -> None:
@@ -210,7 +210,7 @@ def test_latent_attention() -> None:
 def test_what_a_sink_may_be(sink: weft.Expr, target: str) -> None:
     variant = weft.Attention(mask=masks.causal, sink=sink, name="any_sink")
     given = {"rate": 0.7, "n": 2, "sinks": torch.randn(4), "ids": torch.tensor([0, 3, -2, 1])}
-    operands = {p.name: given[p.name] for p in variant.parameters}
+    operands = {p.name: given[p.name] for p in variant.canonical.parameters}
     tensors = [poisoned((2, heads, 20, 16), torch.float32, seed=n) for n, heads in enumerate((4, 2, 2))]
     floats = tuple(n for n in operands if n == "sinks")
     check_variant(variant, *tensors, operands=operands, differentiate=floats, target=target)
@@ -237,7 +237,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tensor:
 
 def test_opcheck() -> None:
     query, key, value, table = inputs()
-    arguments = (query, key, value, None, [table], [], [], 0, *[None] * len(SLOTS), 16, LEARNED.canonical_text, "")
+    arguments = (query, key, value, None, [table], [], [], 0, *[None] * len(SLOTS), 16, LEARNED.canonical.text, "")
     found = torch.library.opcheck(torch.ops.weft.attention.default, arguments)
     assert set(found.values()) == {"SUCCESS"}, found
     with torch.no_grad():

@@ -11,7 +11,8 @@ import weft
 from weft import batch, head, kv_len, kv_pos, masks, q_len, q_pos, score
 
 from ..support import check_variant
-from .test_lengths import KINDS, TARGETS, VARIANTS, pad
+from .cases import pad
+from .test_lengths import KINDS, TARGETS, VARIANTS
 
 sinks, sinks_of = weft.tensor("sinks", 1), weft.tensor("sinks_of", 2)
 LEARNED = weft.Attention(mask=masks.causal, sink=sinks[head], name="learned_sinks")
@@ -37,7 +38,7 @@ def given_to(variant, around=0.0):
         "sinks_of": torch.randn(6, 2, generator=generator) + around,
         "pad": VARIANTS["far"][1]["pad"], "doc": VARIANTS["documents"][1]["doc"],
     }  # fmt: skip
-    return {p.name: known[p.name] for p in variant.parameters}
+    return {p.name: known[p.name] for p in variant.canonical.parameters}
 
 
 def check_sinks(variant, kind, target, around=0.0, **options):

@@ -151,7 +151,7 @@ def call_of(
 ) -> Call:  # fmt: skip
     sizes = ((HEADS, q_len), (KV_HEADS, T), (KV_HEADS, T))
     query, key, value = (poisoned((BATCHES, *s, D), torch.float32, device, seed=n) for n, s in enumerate(sizes))
-    operands = {p.name: given[p.name] for p in attention.parameters}
+    operands = {p.name: given[p.name] for p in attention.canonical.parameters}
     operands = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in operands.items()}
     rows = lying(kind, 30 if kind.startswith("striped") else T - q_len - 7, device)
     target = options.pop("target", "interpret" if device == "cpu" else "triton")
@@ -175,7 +175,7 @@ def defined(attention: weft.Attention, call: Call, floats: list[str]) -> tuple[l
         operands[name] = operands[name].detach().double().requires_grad_()  # type: ignore[union-attr]
     query = in_order(main[0], at, int(at.max()) + 1)
     key, value = (in_order(t, rows.kv_rows(T, t.device), T) for t in main[1:])
-    asked = {"q_offset": rows.q_offset, "return_lse": attention.weighs.saves_lse, **operands}
+    asked = {"q_offset": rows.q_offset, "return_lse": attention.canonical.weighs.saves_lse, **operands}
     results = attention.reference(query, key, value, **asked)
     found = results if isinstance(results, tuple) else (results,)
     return [t[:, :, at] for t in found], [*main, *(operands[name] for name in floats)]  # type: ignore[list-item]

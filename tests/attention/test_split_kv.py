@@ -18,29 +18,18 @@ from weft.compiler.planning.splits import MOST_PARTS, divided, longest_visits, t
 from weft.runtime.run.variant import variant_of
 
 from ..support import check_errors, check_variant, mostly, poisoned
+from .cases import CAUSAL, FAR, cases, doc
 from .test_pages import GARBAGE, paged
 
 SPLIT_KV = KERNELS["split_kv"]
 
-slopes = weft.tensor("slopes", 1)
 sinks = weft.tensor("sinks", 2)
-doc = weft.tensor("doc", 2, int)
-pad = weft.tensor("pad", 2)
 heat = weft.tensor("heat", 1)
-window = weft.scalar("window", int)
 
-CAUSAL = weft.Attention(mask=masks.causal, name="causal")
 SINK = weft.Attention(mask=masks.causal, sink=sinks[batch, head], name="sunk")
-FAR = weft.Attention(score + pad[batch, kv_pos], name="far")
-VARIANTS = {
-    "dense": (weft.Attention(name="dense"), {}),
-    "window": (weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="windowed"), {"window": 40}),
+OF_ALL = ("dense", "window", "cap", "alibi", "documents", "far", "sigmoid", "relu")
+VARIANTS = cases(*OF_ALL, rows=128, batch=4, window=40, document=45) | {
     "prefix": (weft.Attention(mask=masks.prefix_lm(30) & (kv_pos % 3 < 2), name="prefix"), {}),
-    "cap": (weft.Attention(5.0 * weft.tanh(score / 5.0), masks.causal, name="cap"), {}),
-    "alibi": (
-        weft.Attention(score + slopes[head] * (kv_pos - q_pos), masks.causal, name="alibi"),
-        {"slopes": torch.tensor([0.1, 0.3, 0.01, 0.5, 0.2, 0.05])},
-    ),
     "factors": (  # of a linear score, of any sign, one for each head
         weft.Attention(score * heat[head] * (1.0 + 0.01 * kv_len), masks.causal, name="heated"),
         {"heat": torch.tensor([1.0, -2.0, 0.0, 0.3, 1e-30, 2.0])},
@@ -51,22 +40,15 @@ VARIANTS = {
     "windows by group": (
         weft.Attention(mask=(q_pos - kv_pos < 20 * (kv_head + group)) & (kv_pos <= q_pos + q_len), name="by_group"), {}
     ),
-    "documents": (
-        weft.Attention(mask=masks.causal & (doc[batch, q_pos] == doc[batch, kv_pos]), name="documents"),
-        {"doc": (torch.arange(128) // 45).repeat(4, 1)},
-    ),
     "documents by head": (
         weft.Attention(mask=doc[head, q_pos] >= doc[head, kv_pos], name="documents_by_head"),
         {"doc": torch.stack([torch.arange(128) // n for n in (7, 30, 64, 1, 50, 128)])},
     ),
-    "far": (FAR, {"pad": torch.where(torch.arange(128) % 5 == 3, -1e9, 0.0).repeat(4, 1)}),
     "all far": (FAR, {"pad": torch.full((4, 128), -1e9)}),
     "sink": (SINK, {"sinks": torch.linspace(-3.0, 3.0, 24).view(4, 6)}),
     "far sink": (
         FAR.replace(sink=2.0, name="far_sink"), {"pad": torch.where(torch.arange(128) > 60, -1e9, 0.0).repeat(4, 1)}
     ),
-    "sigmoid": (weft.Attention(mask=masks.causal, normalizer="sigmoid", name="sigmoids"), {}),
-    "relu": (weft.Attention(mask=masks.causal, normalizer="relu", name="relus"), {}),
 }  # fmt: skip
 NO_LSE = ("sigmoid", "relu")
 

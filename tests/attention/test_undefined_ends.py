@@ -66,7 +66,7 @@ def operands_of(attention: weft.Attention, rows: int, batches: int, room: int = 
     }  # fmt: skip
     for name in ("table", "of_rows", "of_keys"):
         made[name][..., rows:] = torch.nan
-    return {t.name: made[t.name] for t in attention.tensors if t.name in made}
+    return {t.name: made[t.name] for t in attention.canonical.tensors if t.name in made}
 
 
 # -- hopper ------------------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_other_targets(name: str, target: str, way: str) -> None:
     learned = tuple(n for n in operands if n not in ("pad", "table"))
     seeded = {"seed": 7} if name == "dropped" else {}
     given = {**operands, **WAYS[way], **seeded}
-    lse = attention.weighs.saves_lse
+    lse = attention.canonical.weighs.saves_lse
     check_variant(attention, *tensors, operands=given, differentiate=learned, target=target, lse=lse)
 
 

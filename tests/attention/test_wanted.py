@@ -35,7 +35,7 @@ WANTED = [{"query"}, {"key"}, {"value"}, {"query", "value"}, {"key", "value"}, s
 
 
 def everything(name: str) -> frozenset[str]:
-    return frozenset((*MAIN, *(p.name for p in VARIANTS[name].parameters)))
+    return frozenset((*MAIN, *(p.name for p in VARIANTS[name].canonical.parameters)))
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def inputs(name: str) -> dict[str, Tensor]:
     made = {n: torch.randn(1, h, 40, 16, generator=generated) for n, h in (("query", 2), ("key", 1), ("value", 1))}
     operands = {
         p.name: torch.tensor([0.3, 0.1]) if p.name == "slopes" else torch.randn(2, 40, generator=generated)
-        for p in VARIANTS[name].parameters
+        for p in VARIANTS[name].canonical.parameters
     }
     return made | operands
 
@@ -77,7 +77,7 @@ def latent_gradients(schedule: str, wanted: set[str]) -> dict[str, Tensor]:
     leaves = {n: t.requires_grad_(n in wanted) for n, t in made.items()}
     options = f"target=interpret;schedule={schedule}"
     out, _ = torch.ops.weft.attention(
-        *leaves.values(), [], [], [], 0, *[None] * len(SLOTS), 32, LATENT.canonical_text, options
+        *leaves.values(), [], [], [], 0, *[None] * len(SLOTS), 32, LATENT.canonical.text, options
     )
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
     return dict(zip(sorted(wanted), torch.autograd.grad(out, [leaves[n] for n in sorted(wanted)], dout)))

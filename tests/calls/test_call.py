@@ -85,7 +85,7 @@ def test_an_op_checks_operands_that_no_call_has_seen():
 
     def call(ids, slopes):
         return torch.ops.weft.attention(
-            *qkv(), None, [ids, slopes], [], [], 0, *[None] * len(SLOTS), 16, packed.canonical_text, "target=cpu"
+            *qkv(), None, [ids, slopes], [], [], 0, *[None] * len(SLOTS), 16, packed.canonical.text, "target=cpu"
         )
 
     out, _ = call(torch.zeros(8, dtype=torch.int64), torch.ones(4))

@@ -41,7 +41,7 @@ def drawn(dim: int = 32, length: int = 24, dtype: torch.dtype = torch.float32) -
 def operands(variant: weft.Attention) -> dict[str, Any]:
     valid = torch.arange(24) < torch.tensor([[24], [9]])
     known = {"x": 0.25, "bias": torch.randn(4, 24, 24), "valid": valid, "table": torch.randn(4, 81)}
-    return {p.name: known[p.name] for p in variant.parameters}
+    return {p.name: known[p.name] for p in variant.canonical.parameters}
 
 
 def gradients(call: Callable[..., Tensor], tensors: list[Tensor], given: dict[str, Any]) -> list[Tensor]:

@@ -96,7 +96,7 @@ def backward(
     """A variant that nobody called yet, and its backward, which gives gradients by name."""
     attention = weft.Attention(given, mask, name="".join(c for c in f"host_{name}" if c.isalnum() or c == "_"))
     attention._variant.forget()
-    (operand,) = attention.tensors
+    (operand,) = attention.canonical.tensors
     generator = torch.Generator().manual_seed(3)
     leaves = [torch.randn(2, h, ROWS, 64, generator=generator).to(bf16).requires_grad_() for h in (HEADS, 2, 2)]
     learned = torch.randn(size, generator=generator).to(dtype).requires_grad_()

@@ -32,7 +32,7 @@ def attend(query, key, value, slopes):
 
 def test_opcheck():
     query, key, value, table = operands()
-    arguments = (query, key, value, None, [table], [], [9], 0, *[None] * len(SLOTS), 16, VARIANT.canonical_text, "")
+    arguments = (query, key, value, None, [table], [], [9], 0, *[None] * len(SLOTS), 16, VARIANT.canonical.text, "")
     found = torch.library.opcheck(torch.ops.weft.attention.default, arguments)
     assert set(found.values()) == {"SUCCESS"}, found
     with torch.no_grad():
@@ -58,7 +58,7 @@ def test_graphs_hold_no_second_lines():
     torch.testing.assert_close(compiled(*tensors, slopes), attend(*tensors, slopes))
     (call,) = (node for node in nodes if node and "weft.attention" in node)
     assert "weft.Attention(" in call and "\n" not in call
-    assert weft.parse_attention(VARIANT.line) == VARIANT and "\n" in VARIANT.canonical_text
+    assert weft.parse_attention(VARIANT.canonical.line) == VARIANT and "\n" in VARIANT.canonical.text
 
 
 LENGTHS = {
@@ -82,7 +82,7 @@ def test_opcheck_with_lengths(name):
     starts = [given.get("cu_seqlens_q")] * 2
     lengths = (given.get("q_offset"), given.get("q_lens"), given.get("kv_lens"), *starts)
     lengths += (None,) * (len(SLOTS) - len(lengths))
-    arguments = (query, key, value, None, [table], [], [9], None, *lengths, 16, VARIANT.canonical_text, "")
+    arguments = (query, key, value, None, [table], [], [9], None, *lengths, 16, VARIANT.canonical.text, "")
     found = torch.library.opcheck(torch.ops.weft.attention.default, arguments)
     assert set(found.values()) == {"SUCCESS"}, found
     with torch.no_grad():

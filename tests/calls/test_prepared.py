@@ -332,7 +332,7 @@ def test_the_backward_op_refuses_what_does_not_fit_the_forward(fresh: bool) -> N
     """A graph of torch reaches the op without the checks of a call."""
     variant = RECENT.replace(name=f"prepared_backward_op_{fresh}")
     q, k, v = three(8)
-    call = (q, k, v, None, [], [], [3], 0, *[None] * len(SLOTS), 16, variant.canonical_text, "")
+    call = (q, k, v, None, [], [], [3], 0, *[None] * len(SLOTS), 16, variant.canonical.text, "")
     out, lse = torch.ops.weft.attention(*call)
     wanted = [True, True, True, False]
     if not fresh:

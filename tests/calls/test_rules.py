@@ -88,13 +88,13 @@ class Drawn:
         """The op, as an exported program calls it."""
         slots = [given.get(n) for n in call.SLOTS]
         width = self.query.shape[3]
-        return OP(*main, [], [], [], offset, *slots, width, variant.canonical_text, "target=cpu")
+        return OP(*main, [], [], [], offset, *slots, width, variant.canonical.text, "target=cpu")
 
     def backward(self, **given: Any) -> Any:
         out, lse = self.op(self.query, self.key, self.value, None)
         given = {"dout": out, "dlse": None, "out": out, "lse": lse, **given}
         flat = (self.query, self.key, self.value, None, [], [], [], 0, *[None] * len(call.SLOTS), self.query.shape[3])
-        return BACKWARD(*given.values(), *flat, CAUSAL.canonical_text, "target=cpu", [True, True, True, False])
+        return BACKWARD(*given.values(), *flat, CAUSAL.canonical.text, "target=cpu", [True, True, True, False])
 
     def replaced(self, change: Callable[[Tensor], Tensor]) -> Any:
         query = self.query.clone().requires_grad_()

@@ -136,7 +136,7 @@ def test_calls_that_repeat(variant: weft.Attention, target: str, launches: Launc
     variant = variant.replace(name=f"way_{variant.name}_{target}")
     variant._variant.forget()
     tensors = leaves([normal(2, heads, 64, 64) for heads in (4, 2, 2)])
-    given = {"slopes": torch.rand(4)} if variant.parameters else {}
+    given = {"slopes": torch.rand(4)} if variant.canonical.parameters else {}
     for walk in both(variant, tensors, {"target": target, **given}):
         check(walk)
         assert walk.entered[-1].startswith(GENERATED)

@@ -1,5 +1,6 @@
 """Random declarations and calls over ranks: `python -m tests.distributed.fuzz --cases 200 --seed 7`.
 
+With `--decode` keys lie in a cache that the ranks hold together, and some of the last rows are appended by a step.
 Declarations and calls are those of the fuzzer, and so are the definition and the errors that it allows. Every rank
 draws the same ones. What is drawn besides is how a call is divided.
 """
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weft
-from weft.distributed import ContextParallel
+from weft.distributed import ContextParallel, ShardedDenseCache, ShardedPagedCache
 
 from ..fuzz.calls import Built, Call, build
 from ..fuzz.declare import draw_variant
@@ -77,7 +78,7 @@ def over_ranks(
         strategy = "exchange"
     numbers: dict[str, Any] = dict(call.scalars)
     operands = {n: t for n, t in built.tensors.items() if n not in built.names}
-    read = {p.name for p in variant.parameters}
+    read = {p.name for p in variant.canonical.parameters}
     looked_at = {n: t for n, t in operands.items() if n in read and random.random() < 0.5}
     decisive = weft.distributed.seen.decisive_tensors(variant)
     looked_at |= {n: t for n, t in operands.items() if n in decisive}
@@ -115,7 +116,40 @@ def over_ranks(
     return results
 
 
-def work(rank: int, cases: int, seed: str, ranks: int) -> list[str]:
+def is_decoded(built: Built) -> bool:
+    """Whether the queries of a call are the last rows of its keys, as those of a step are."""
+    call = built.call
+    return call.lens is None and call.q_offset is None and call.q_len <= call.kv_len and call.dtype != "float64"
+
+
+def from_a_cache(group: Any, built: Built, random: Random) -> dict[str, Tensor]:
+    """out and lse of a call whose keys are appended to a cache over ranks, the last ones in the step of its queries."""
+    call, variant, ranks = built.call, declared(built.variant), dist.get_world_size(group)
+    by_heads = call.heads % ranks == 0 and (call.kv_heads % ranks == 0 or ranks % call.kv_heads == 0)
+    divided: dict[str, Any] = {"heads" if by_heads and random.random() < 0.3 else "sequence": group}
+    shares = ranks if "sequence" in divided else 1
+    query, key, value = (built.tensors[n].detach() for n in built.names)
+    sizes: dict[str, Any] = {"kv_heads": call.kv_heads, "head_dim": call.dim, "value_dim": call.value_dim,
+                             "dtype": query.dtype}  # fmt: skip
+    cache: Any
+    if random.random() < 0.5:
+        page = shares * random.choice([1, 4, 16, 64])
+        cache = ShardedPagedCache(call.batch * -(-call.kv_len // page), page=page, **divided, **sizes)
+    else:
+        cache = ShardedDenseCache(call.batch, -(-call.kv_len // shares) * shares, **divided, **sizes)
+    ids, before = [cache.allocate() for _ in range(call.batch)], call.kv_len - call.q_len
+    if before:
+        cache.append(ids, key[:, :, :before], value[:, :, :before])
+    read = {n: t.detach() for n, t in built.tensors.items() if n not in built.names}
+    with torch.no_grad(), cache.extend(ids, [call.q_len] * call.batch) as step:
+        step.append(0, key[:, :, before:], value[:, :, before:])
+        given = {"return_lse": True} if call.lse else {}
+        found = step.attend(0, variant, cache.shard(query), **given, **read, **dict(call.scalars))
+    out, lse = found if call.lse else (found, None)
+    return {"out": cache.unshard(out)} | ({} if lse is None else {"lse": cache.unshard(lse)})
+
+
+def work(rank: int, cases: int, seed: str, ranks: int, decodes: bool) -> list[str]:
     """What is wrong, and a line of what was done."""
     groups = {n: dist.new_group(list(range(n))) for n in range(2, ranks + 1)}
     contexts = {n: ContextParallel(g) for n, g in groups.items() if rank < n}
@@ -124,6 +158,8 @@ def work(rank: int, cases: int, seed: str, ranks: int) -> list[str]:
         number += 1
         for built in drawn(f"{seed}.{number}"):
             random = Random(f"{seed}.{number}.{built.call.seed}")
+            if decodes and not is_decoded(built):
+                continue
             cp = contexts.get(random.choice(list(groups)))
             dout, dlse = start(built)
             try:
@@ -134,7 +170,12 @@ def work(rank: int, cases: int, seed: str, ranks: int) -> list[str]:
                 done["of fewer ranks"] += 1
                 continue
             try:
-                verdict = compare(built, over_ranks(cp, built, random, dout, dlse), want)
+                if decodes:
+                    found = from_a_cache(cp.group, built, random)
+                    want = {n: w for n, w in want.items() if n in ("out", "lse")}
+                else:
+                    found = over_ranks(cp, built, random, dout, dlse)
+                verdict = compare(built, found, want)
             except weft.WeftError as error:
                 verdict = refusal(built, error)
             done[verdict.kind] += 1
@@ -152,9 +193,10 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", default="0")
     parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--decode", action="store_true", help="keys lie in a cache")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        one = partial(work, cases=given.cases, seed=given.seed, ranks=given.ranks)
+        one = partial(work, cases=given.cases, seed=given.seed, ranks=given.ranks, decodes=given.decode)
         wrong = on_ranks(given.ranks, one, Path(folder), timeout=300.0)
     print("\n".join(filter(None, wrong)))
     return int(any(wrong))

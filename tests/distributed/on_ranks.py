@@ -159,6 +159,9 @@ def compare(
                    balance=balance, **call.numbers, **looked_at)  # fmt: skip
     if overlaps is not None:
         plan.__dict__["overlaps"] = overlaps
+        if not overlaps and lengths[0] % 2 == 0:  # all groups of heads that there can be, and none
+            plan.__dict__["groups"] = max(plan._groupings)
+        plan.__dict__["keeps"] = lengths[0] % 3 == 0
     shards = call.leaves({n: (cp.shard(t, plan) if n in call.shapes else t).to(device) for n, t in call.whole.items()})
     for n in plan.looked_at:
         if n in shards:

@@ -82,7 +82,7 @@ def operands_of(variant: weft.Attention, batch: int, heads: int, length: int) ->
         "blocks": lambda: torch.rand(batch, heads, length // 128 + 1, length // 128 + 1, device=DEVICE) < 0.5,
         "allowed": lambda: torch.rand(batch, length, length, device=DEVICE) < 0.05,
     }
-    return {p.name: made[p.name]() for p in variant.parameters if p.name in made}
+    return {p.name: made[p.name]() for p in variant.canonical.parameters if p.name in made}
 
 
 def differentiated(

@@ -33,7 +33,7 @@ def biases(name: str, rows: int, columns: int, dtype: torch.dtype = torch.bfloat
     """With entries for as many queries and keys; rows lie a multiple of 16 bytes apart."""
     generator, made = torch.Generator().manual_seed(5), {}
     extents = {"batch": BATCHES, "kv_head": KEY_HEADS}
-    for read in variant(name).gradient_loads:
+    for read in variant(name).canonical.gradient_loads:
         texts = [i.text for i in read.index]
         shape = [rows + 8 if "q_pos" in t else columns + 8 if "kv_pos" in t else extents.get(t, HEADS) for t in texts]
         whole = torch.randn(*shape[:-1], -(-shape[-1] // 8) * 8, generator=generator) * 0.5

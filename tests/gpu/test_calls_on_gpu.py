@@ -344,7 +344,7 @@ def test_a_backward_that_is_ready_takes_no_other_tensors():
         out = CAUSAL(*leaves)
     with pytest.raises(weft.WeftError, match="dout: expected"):
         torch.autograd.grad(out, leaves, torch.ones_like(out))
-    call = (query, key, value, None, [], [], [], 0, *[None] * len(SLOTS), 64, CAUSAL.canonical_text, "")
+    call = (query, key, value, None, [], [], [], 0, *[None] * len(SLOTS), 64, CAUSAL.canonical.text, "")
     out, lse = torch.ops.weft.attention(*call)
     for dout in (out.double(), out[:, :, :7], out.cpu()):
         with pytest.raises(weft.WeftError, match="dout: expected"):

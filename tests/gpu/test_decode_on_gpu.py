@@ -9,27 +9,24 @@ import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
 from weft.runtime.run.variant import variant_of
 
+from ..attention import cases
+from ..attention.cases import CAUSAL, doc, pad
 from ..support import check_errors, check_variant, poisoned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 slopes, sinks = weft.tensor("slopes", 1), weft.tensor("sinks", 2)
-doc, pad = weft.tensor("doc", 2, int), weft.tensor("pad", 2)
 ROWS = 1300
-CAUSAL = weft.Attention(mask=masks.causal, name="causal")
 VARIANTS = {
-    "dense": weft.Attention(name="dense"),
-    "causal": CAUSAL,
+    **{name: cases.VARIANTS[name] for name in ("dense", "causal", "documents", "sigmoid")},
     "window": weft.Attention(mask=masks.sliding_window(200), name="window_of_200"),
     "cap": weft.Attention(20.0 * weft.tanh(score / 20.0), masks.causal, name="cap"),
     "alibi": weft.Attention(score + slopes[head] * (kv_pos - q_pos), masks.causal, name="alibi"),
     "factors": weft.Attention(score * slopes[head], masks.causal, name="heated"),
     "windows by head": weft.Attention(mask=masks.causal & (q_pos - kv_pos < 90 * (head + 1)), name="by_head"),
-    "documents": weft.Attention(mask=masks.causal & (doc[batch, q_pos] == doc[batch, kv_pos]), name="documents"),
     "documents by head": weft.Attention(mask=doc[head, q_pos] >= doc[head, kv_pos], name="documents_by_head"),
     "far": weft.Attention(score + pad[batch, kv_pos], masks.causal, name="far"),
     "sink": CAUSAL.replace(sink=sinks[batch, head], name="sunk"),
-    "sigmoid": weft.Attention(mask=masks.causal, normalizer="sigmoid", name="sigmoids"),
 }
 KV_LENS, Q_LENS = [ROWS, 5, 0, 640, 1025], [5, 5, 3, 0, 1]
 
@@ -40,7 +37,7 @@ def operands_of(name):
         "doc": (torch.arange(2048) // 450).repeat(8, 1),
         "pad": torch.where(torch.arange(2048) % 5 == 3, -1e9, 0.0).repeat(5, 1),
     }  # fmt: skip
-    return {p.name: given[p.name].cuda() for p in VARIANTS[name].parameters}
+    return {p.name: given[p.name].cuda() for p in VARIANTS[name].canonical.parameters}
 
 
 def operands(q_len=5, heads=8, kv_heads=2, dim=128, value_dim=None, dtype=torch.bfloat16):
@@ -246,7 +243,10 @@ def check_latent(name, heads, q_len, lens, page=0, form=None, dtype=torch.bfloat
     width = variant.latent.rank + variant.latent.rope
     query = torch.randn(5, q_len, heads, width, device=device, dtype=dtype).transpose(1, 2)
     known = torch.randn(5, 1, rows, width, device=device, dtype=dtype)
-    cache, own = known.clone(), {p.name: torch.linspace(-0.3, 0.6, heads, device=device) for p in variant.parameters}
+    cache, own = (
+        known.clone(),
+        {p.name: torch.linspace(-0.3, 0.6, heads, device=device) for p in variant.canonical.parameters},
+    )
     more = {"q_offset": rows - q_len}
     if lens is not None:
         more = {"kv_lens": torch.tensor(lens, device=device, dtype=torch.int32)}

@@ -31,7 +31,7 @@ def operands_of(attention: weft.Attention, rows: int, batches: int = BATCHES) ->
     sizes |= {"entries": (9,), "slopes": (HEADS,)}
     made = {n: torch.randn(size, generator=generator) * 0.5 for n, size in sizes.items()}
     made["kinds"] = torch.randint(0, 9, (batches, rows), generator=generator)
-    return {t.name: made[t.name].cuda() for t in attention.tensors}
+    return {t.name: made[t.name].cuda() for t in attention.canonical.tensors}
 
 
 def by_distance(name: str, far: float = 0.0) -> tuple[weft.Attention, dict[str, Tensor]]:

@@ -461,7 +461,7 @@ def test_torch_compile_with_the_gpu_targets():
     q, k, v = (torch.randn(1, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     compiled = torch.compile(lambda q, k, v: CAUSAL(q, k, v) * 2, fullgraph=True)
     assert torch.equal(compiled(q, k, v), CAUSAL(q, k, v) * 2)
-    arguments = (q, k, v, None, [], [], [], 0, *[None] * len(SLOTS), 64, CAUSAL.canonical_text, "")
+    arguments = (q, k, v, None, [], [], [], 0, *[None] * len(SLOTS), 64, CAUSAL.canonical.text, "")
     torch.library.opcheck(torch.ops.weft.attention.default, arguments)
 
 

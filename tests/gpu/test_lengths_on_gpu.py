@@ -8,22 +8,20 @@ import torch
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
 
+from ..attention import cases
+from ..attention.cases import CAUSAL, pad
 from ..support import check_variant, mostly, poisoned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 slopes, rows, columns = weft.tensor("slopes", 2), weft.tensor("rows", 2), weft.tensor("columns", 2)
-doc, pad = weft.tensor("doc", 2, int), weft.tensor("pad", 2)
-CAUSAL = weft.Attention(mask=masks.causal, name="causal")
 BIASES = weft.Attention(
     score * (1.0 + 0.1 * slopes[batch, head]) + rows[head, q_pos] + columns[batch, kv_pos], masks.causal, name="biases"
 )
 VARIANTS = {
-    "dense": weft.Attention(name="dense"),
-    "causal": CAUSAL,
+    **{name: cases.VARIANTS[name] for name in ("dense", "causal", "documents")},
     "window": weft.Attention(mask=masks.sliding_window(100), name="window_of_100"),
     "cap": weft.Attention(20.0 * weft.tanh(score / 20.0), masks.causal, name="cap"),
-    "documents": weft.Attention(mask=masks.causal & (doc[batch, q_pos] == doc[batch, kv_pos]), name="documents"),
     "far": weft.Attention(score + pad[batch, kv_pos], masks.causal, name="far"),
 }
 PADDED = ([300, 0, 1, 129, 257], [400, 5, 1, 200, 0])

@@ -51,7 +51,7 @@ def variant_of(name: str) -> weft.Attention:
 
 
 def given(variant: weft.Attention, length: int, seed: int = 0) -> dict[str, Tensor]:
-    return {p.name: operands(length, seed)[p.name].cuda() for p in variant.parameters}
+    return {p.name: operands(length, seed)[p.name].cuda() for p in variant.canonical.parameters}
 
 
 def rows(q_len: int, kv_len: int, width: int, dtype: torch.dtype) -> list[Tensor]:

@@ -50,7 +50,7 @@ def test_scores_masks_and_operands(normalizer, name):
     given = {"slopes": torch.rand(4, device="cuda"), "rows": torch.randn(4, 300, device="cuda")}
     given |= {"doc": (torch.arange(300, device="cuda") // 70).repeat(2, 1)}
     variant = toy(**DECLARED[name], normalizer=normalizer)
-    operands = {p.name: given[p.name] for p in variant.parameters}
+    operands = {p.name: given[p.name] for p in variant.canonical.parameters}
     learned = tuple(n for n, t in operands.items() if t.is_floating_point())
     check_variant(variant, *tensors, operands=operands, differentiate=learned, lse=False)
 

@@ -150,7 +150,7 @@ def test_latent_caches(name, heads, page):
     width = variant.latent.rank + variant.latent.rope
     cache = torch.randn(5, 1, ROWS, width, device="cuda", dtype=torch.bfloat16)
     (pool,), table = paged((cache,), KV_LENS, page)
-    own = {p.name: torch.linspace(-0.3, 0.6, heads, device="cuda") for p in variant.parameters}
+    own = {p.name: torch.linspace(-0.3, 0.6, heads, device="cuda") for p in variant.canonical.parameters}
     for q_lens in (MIXED, [1] * 5, [5, 1, 0, 9, 2], [1, 5, 0, 200, 65]):
         query = torch.randn(1, sum(q_lens) + 2, heads, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
         query[:, :, sum(q_lens) :] = torch.nan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,20 +19,24 @@ pytestmark = [
 ]
 
 
-def _compared(rank: int) -> list[str]:
+SHARES = 8  # of the cases: processes of each compile kernels beside those of others
+
+
+def _compared(share: int, rank: int) -> list[str]:
     cp, wrong = ContextParallel(), []
-    for n, (name, strategy, balance, lengths, kv_heads) in enumerate(cases(40)):
+    for n, (name, strategy, balance, lengths, kv_heads) in list(enumerate(cases(40)))[share::SHARES]:
         long = tuple(5 * length for length in lengths)
         overlaps = (None, True, False)[n % 3] if strategy == "exchange" else None
         dtype = torch.float32 if n % 3 == 2 else torch.bfloat16
         wrong += compare(cp, name, strategy, balance, long, kv_heads, dtype, "cuda", overlaps, widths=(64, 64))  # type: ignore[arg-type]
-    for n, (length, starts) in enumerate(PACKED):
+    for n, (length, starts) in list(enumerate(PACKED))[share::SHARES]:
         strategy = ("exchange", "ring", "heads", "gather")[n]
         wrong += compare(cp, "sink", strategy, "zigzag", (length, length), 2, torch.bfloat16, "cuda", starts=starts,
                          widths=(64, 64))  # fmt: skip
     return wrong
 
 
-def test_two_gpus_compute_the_definition(tmp_path: Path) -> None:
-    wrong = on_ranks(2, _compared, tmp_path, timeout=300.0, backend="nccl")
+@pytest.mark.parametrize("share", range(SHARES))
+def test_two_gpus_compute_the_definition(share: int, tmp_path: Path) -> None:
+    wrong = on_ranks(2, partial(_compared, share), tmp_path, timeout=300.0, backend="nccl")
     assert not any(wrong), "\n".join(wrong)

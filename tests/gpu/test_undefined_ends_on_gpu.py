@@ -31,8 +31,8 @@ def check(name: str, target: str, rows: int, dim: int, lens: str = "", **options
     given: dict[str, object] = {**operands, **({"seed": 7} if name == "dropped" else {})}
     given |= dict(zip(("q_lens", "kv_lens"), counts))
     check_variant(
-        ALL[name], *tensors, operands=given, differentiate=learned, target=target, lse=ALL[name].weighs.saves_lse,
-        **options,
+        ALL[name], *tensors, operands=given, differentiate=learned, target=target,
+        lse=ALL[name].canonical.weighs.saves_lse, **options,
     )  # fmt: skip
 
 

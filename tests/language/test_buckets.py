@@ -93,7 +93,7 @@ def test_it_reads_back() -> None:
     attention = weft.Attention(score / one, kv_pos <= q_pos, sink=one, name="warm")
     assert str(attention).startswith('one = weft.tensor("one", 0, float)\n')
     assert weft.parse_attention(str(attention)) == attention
-    assert weft.parse_attention(attention.canonical_text) == attention
+    assert weft.parse_attention(attention.canonical.text) == attention
     assert str(weft.parse("one * 2.0", {"one": one})) == "one[()] * 2.0"
 
 

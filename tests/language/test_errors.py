@@ -376,3 +376,13 @@ def test_dir_shows_what_is_public_and_all_of_it_is_there() -> None:
     assert dir(weft) == sorted(weft.__all__)
     assert all(hasattr(weft, name) for name in weft.__all__)
     assert {"Normalizer", "tune", "build", "calibrate"} <= {*weft.__all__}
+
+
+def test_a_variant_shows_its_fields_its_methods_and_one_property_of_its_canonical_form() -> None:
+    assert [name for name in dir(weft.Attention) if not name.startswith("_")] == [
+        "canonical", "dropout", "explain", "latent", "mask", "name", "normalizer", "plan", "reference", "replace",
+        "scale", "show_mask", "sink", "source",
+    ]  # fmt: skip
+    causal, again = (weft.Attention(mask=mask) for mask in (weft.kv_pos <= weft.q_pos, weft.q_pos >= weft.kv_pos))
+    assert causal == again and causal.canonical.text == again.canonical.text
+    assert causal.canonical.digest == again.canonical.digest

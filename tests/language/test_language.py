@@ -237,7 +237,7 @@ def test_rewriting_nothing_keeps_the_very_same_nodes() -> None:
 def test_equal_masks_have_one_canonical_form(a: Expr, b: Expr) -> None:
     assert str(canonical(a)) == str(canonical(b))
     assert Attention(mask=a) == Attention(mask=b)
-    assert Attention(mask=a).digest == Attention(mask=b).digest
+    assert Attention(mask=a).canonical.digest == Attention(mask=b).canonical.digest
     assert len({Attention(mask=a), Attention(mask=b)}) == 1
 
 
@@ -252,7 +252,7 @@ def test_different_variants_differ() -> None:
         Attention(score=score * 2.0, mask=kv_pos <= q_pos),
     ]
     assert all(causal != other for other in others)
-    assert len({v.digest for v in (causal, *others)}) == 7
+    assert len({v.canonical.digest for v in (causal, *others)}) == 7
 
 
 def test_operand_types_are_part_of_the_identity() -> None:
@@ -274,9 +274,13 @@ def test_folding_never_overflows_or_makes_nan() -> None:
 
 def test_attention_defaults_and_replace() -> None:
     plain = Attention()
-    assert (str(plain.folded_score), plain.is_masked, plain.name) == ("qk * rsqrt(head_dim)", False, "attention")
+    assert (str(plain.canonical.folded_score), plain.canonical.is_masked, plain.name) == (
+        "qk * rsqrt(head_dim)",
+        False,
+        "attention",
+    )
     causal = plain.replace(mask=kv_pos <= q_pos, name="causal")
-    assert causal.is_masked and causal.name == "causal" and not plain.is_masked
+    assert causal.canonical.is_masked and causal.name == "causal" and not plain.canonical.is_masked
     assert str(causal) == 'weft.Attention(score=score, mask=kv_pos <= q_pos, name="causal")'
 
 
@@ -284,23 +288,28 @@ def test_a_sink_is_part_of_the_variant() -> None:
     learned = Attention(mask=kv_pos <= q_pos, sink=slopes[head] + 1, name="learned")
     assert str(learned).endswith('sink=slopes[head] + 1, name="learned")')
     for same in (
-        parse_attention(str(learned)), parse_attention(learned.canonical_text), pickle.loads(pickle.dumps(learned)),
+        parse_attention(str(learned)), parse_attention(learned.canonical.text), pickle.loads(pickle.dumps(learned)),
         Attention(mask=q_pos >= kv_pos, sink=1 + slopes[head], name="learned"),
     ):  # fmt: skip
-        assert same == learned and same.digest == learned.digest
+        assert same == learned and same.canonical.digest == learned.canonical.digest
     plain = learned.replace(sink=None)
-    assert plain != learned and plain.tensors == () and [t.name for t in learned.tensors] == ["slopes"]
-    assert "sink" not in plain.canonical_text and plain.digest == Attention(mask=kv_pos <= q_pos, name="learned").digest
+    assert (
+        plain != learned and plain.canonical.tensors == () and [t.name for t in learned.canonical.tensors] == ["slopes"]
+    )
+    assert (
+        "sink" not in plain.canonical.text
+        and plain.canonical.digest == Attention(mask=kv_pos <= q_pos, name="learned").canonical.digest
+    )
     assert plain.replace(sink=-float("inf")) == plain  # none, and no kernel of its own
     assert plain.replace(sink=0) == plain.replace(sink=0.0) != plain
-    assert plain.replace(sink=head).canonical_text.endswith('sink=1.0 * head, name="learned")')
+    assert plain.replace(sink=head).canonical.text.endswith('sink=1.0 * head, name="learned")')
     latent = Attention(latent=Latent(32, 8), sink=slopes[symbol("kv_head")])
-    assert str(latent.folded_sink) == "slopes[head]"
-    assert Attention(sink=0.0 * slopes[head]).unread <= {"slopes"}
+    assert str(latent.canonical.folded_sink) == "slopes[head]"
+    assert Attention(sink=0.0 * slopes[head]).canonical.unread <= {"slopes"}
 
 
 def test_operands_of_a_variant_are_listed_by_name() -> None:
     variant = Attention(score=score * cap + slopes[head], mask=(q_pos - kv_pos < window) & allowed[kv_pos])
-    assert [s.name for s in variant.scalars] == ["cap", "window"]
-    assert [t.name for t in variant.tensors] == ["allowed", "slopes"]
-    assert [str(x) for x in variant.gradient_loads] == ["slopes[head]"]
+    assert [s.name for s in variant.canonical.scalars] == ["cap", "window"]
+    assert [t.name for t in variant.canonical.tensors] == ["allowed", "slopes"]
+    assert [str(x) for x in variant.canonical.gradient_loads] == ["slopes[head]"]

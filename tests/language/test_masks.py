@@ -228,7 +228,7 @@ def test_masks_compose_and_read_back() -> None:
     window = weft.scalar("window", int)
     mask = masks.prefix_lm(4) & ~masks.block_diagonal(window) | masks.causal & (batch == 0)
     assert str(parse(str(mask), {"window": window})) == str(mask)
-    assert weft.Attention(mask=mask, name="composed").is_masked
+    assert weft.Attention(mask=mask, name="composed").canonical.is_masked
 
 
 def test_arguments_may_be_operands_or_expressions() -> None:

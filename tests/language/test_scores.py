@@ -90,7 +90,7 @@ def test_scores_compose_innermost_first() -> None:
     composed = scores.compose(scores.softcap(30.0), scores.alibi(slopes))(score)
     assert str(composed) == str(scores.alibi(slopes)(scores.softcap(30.0)(score)))
     assert str(composed) == "30.0 * tanh(score / 30.0) + slopes[head] * (kv_pos - q_pos)"
-    assert weft.Attention(score=composed, name="composed").tensors[0].name == "slopes"
+    assert weft.Attention(score=composed, name="composed").canonical.tensors[0].name == "slopes"
     assert str(scores.compose()(score)) == "score"
 
 

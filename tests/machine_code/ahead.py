@@ -253,10 +253,10 @@ def _operands(variant: Attention, sizes: Shape, floats: torch.dtype) -> dict[str
     What is brought by tiles has the call's dtype and rows of 16 bytes.
     """
     dtypes = {"float": floats, "int": torch.int64, "bool": torch.bool}
-    tensors = {t.name: torch.empty([2] * t.rank, dtype=dtypes[t.dtype]) for t in variant.tensors}
+    tensors = {t.name: torch.empty([2] * t.rank, dtype=dtypes[t.dtype]) for t in variant.canonical.tensors}
     if (read := facts_of(variant).boxed_read) is not None and floats == torch.float32:
         tensors[read.tensor.name] = torch.empty([8] * read.tensor.rank, dtype=DTYPES[sizes.dtype])
-    return {p.name: tensors.get(p.name, 64) for p in variant.parameters}
+    return {p.name: tensors.get(p.name, 64) for p in variant.canonical.parameters}
 
 
 # -- compilation -> machine code -------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ SPILLS = {("by_key", 128): 8, ("by_query", 128): 20, ("t5", 64): 16, ("t5", 80):
 
 @cache
 def module(name: str, head_dim: int, deterministic: bool) -> Module:
-    wanted = frozenset({"query", "key", "value", *(t.name for t in VARIANTS[name].tensors)})
+    wanted = frozenset({"query", "key", "value", *(t.name for t in VARIANTS[name].canonical.tensors)})
     return compiled(
         VARIANTS[name], "backward", head_dim, target="hopper", wanted=wanted, deterministic=deterministic
     )  # fmt: skip
@@ -71,7 +71,7 @@ def test_a_table_that_levels_off_leaves_registers_for_128_queries() -> None:
 @pytest.mark.parametrize("sequences", ["packed", "lengths"])
 @pytest.mark.parametrize("name", ["by_key", "t5"])
 def test_sequences(name: str, sequences: str) -> None:
-    wanted = frozenset({"query", "key", "value", *(t.name for t in VARIANTS[name].tensors)})
+    wanted = frozenset({"query", "key", "value", *(t.name for t in VARIANTS[name].canonical.tensors)})
     found = compiled(
         VARIANTS[name], "backward", 64, target="hopper", wanted=wanted, deterministic=False, sequences=sequences
     )  # fmt: skip

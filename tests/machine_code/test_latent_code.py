@@ -60,7 +60,7 @@ def compiled(variant, kind, heads, q_len, page, form, few_queries=True):
         "dense": Dense(0), "lengths": Lengths(None, lens, None), "paged": Paged(None, lens, table, page, None),
         "packed_paged": PackedPaged(starts, lens, table, page, None),
     }  # fmt: skip
-    operands = {p.name: torch.empty([2] * (p.rank - 1) + [heads]) for p in variant.parameters}
+    operands = {p.name: torch.empty([2] * (p.rank - 1) + [heads]) for p in variant.canonical.parameters}
     call = Call(query, key, None, None, operands, kinds[kind], Choices(), width)
     made = compile_kernels(variant, signature, machine, None, f"split_kv/split_forward=hopper:{form}")
     results = {"out": out, "lse": torch.empty(*([2] if facts_of(variant).scores_lie_far else []), *out.shape[:3])}

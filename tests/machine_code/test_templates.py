@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import combinations
 from pathlib import Path
 
 import jinja2
@@ -109,3 +110,25 @@ def test_kernels_do_not_ask_for_dropout() -> None:
         if re.search(r"{[{%:][^}]*\bdrops\b|^ *::.*\bdrops\b", path.read_text(), re.MULTILINE)
     ]
     assert sorted(asking) == ["backward_dropout.py.jinja", "dropout.py.jinja", "dropout.py.jinja"]
+
+
+MOST_SHARED = 9  # lines in a row, blank ones not counted: what is longer is a part or a macro
+
+
+def _shared(one: str, other: str) -> list[str]:
+    """What two texts have in common: the first line of each run of more than MOST_SHARED lines."""
+    (first, second) = ([line.strip() for line in text.splitlines() if line.strip()] for text in (one, other))
+    size = MOST_SHARED + 1
+    runs = {tuple(second[n : n + size]) for n in range(len(second) - size + 1)}
+    return [first[n] for n in range(len(first) - size + 1) if tuple(first[n : n + size]) in runs]
+
+
+def test_lines_that_two_templates_share_are_a_part_of_their_own() -> None:
+    texts = {str(path.relative_to(TEMPLATES)): path.read_text() for path in sorted(TEMPLATES.rglob("*.jinja"))}
+    assert {(a, b): found for a, b in combinations(texts, 2) if (found := _shared(texts[a], texts[b]))} == {}
+
+
+def test_shared_lines_are_found() -> None:
+    lines = [f"line {n}" for n in range(MOST_SHARED + 1)]
+    assert _shared("\n\n".join(["a", *lines]), "\n".join([*lines, "b"])) == ["line 0"]
+    assert _shared("\n".join(lines), "\n".join(lines[1:])) == []

@@ -87,7 +87,7 @@ def test_random_masks_of_grouped_heads(seed: int) -> None:
         mask = rng.choice([lambda m, p: m & p, lambda m, p: m | p, lambda m, p: m & ~p])(mask, part)
     which = rng.choice(HEADS)
     used = {n: a for n, a in OPERANDS.items() if n in str(mask)}
-    if not weft.Attention(mask=mask).is_masked:
+    if not weft.Attention(mask=mask).canonical.is_masked:
         return
     found, real = drawn(mask, which, used), truth(mask, which, used)
     assert found.shape == real.shape

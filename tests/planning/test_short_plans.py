@@ -65,7 +65,7 @@ EDGES = (17, 63, 64, 65, 127, 128, 129, 192, 193, 197, 256, 257, 384, 385, 512, 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_plan_has_the_form_of_its_lengths(variant: weft.Attention, dtype: str) -> None:
     for n in (*EDGES, 1026, 2048, 100_000):
-        short = is_short_call(n, n, variant.is_masked)
+        short = is_short_call(n, n, variant.canonical.is_masked)
         assert form_of(variant, sizes(n, dtype=dtype)) == (SHORT if short else LONG), n
 
 
@@ -146,7 +146,7 @@ def test_sinks_and_softcaps_are_short_as_others_are() -> None:
 @pytest.mark.parametrize(("width", "group", "kernels"), [(64, 0, 2), (128, 0, 1), (64, 4, 2)])
 def test_both_forms_are_built_ahead(width: int, group: int, kernels: int, tmp_path: Path) -> None:
     """Of few queries, keys are divided, whatever else: two kernels."""
-    job = build.Job(CAUSAL.canonical_text, "forward", "bf16", width, width, "h200", group=group)
+    job = build.Job(CAUSAL.canonical.text, "forward", "bf16", width, width, "h200", group=group)
     with weft.settings(cache_dir=tmp_path):
         _, found = build.compilations_of(job)
     names = [c.name for c in found]
@@ -156,7 +156,7 @@ def test_both_forms_are_built_ahead(width: int, group: int, kernels: int, tmp_pa
 
 
 def test_steps_of_few_queries_that_keep_flash_are_built_in_the_form_of_short_calls(tmp_path: Path) -> None:
-    job = build.Job(CAUSAL.canonical_text, "forward", "bf16", 64, 64, "h200", schedule="flash", group=4)
+    job = build.Job(CAUSAL.canonical.text, "forward", "bf16", 64, 64, "h200", schedule="flash", group=4)
     with weft.settings(cache_dir=tmp_path):
         _, (found,) = build.compilations_of(job)
     assert found.function.fn.__globals__["CONSUMERS"].value == 2

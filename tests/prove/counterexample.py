@@ -240,7 +240,7 @@ show(refuted, {axis!r}, {kind!r}, {values!r})
 def show(attention: weft.Attention, axis: str, kind: str, values: Values, say: Callable[[str], None] = print) -> bool:
     """Say what is wrong with a variant at these values; whether something is."""
     facts = facts_of(attention)
-    mask = attention.folded_mask
+    mask = attention.canonical.folded_mask
     if not axis:
         question = Question(kind, "", (), (), (), Terms())  # type: ignore[arg-type]
         wrong = Subject(mask, survey=facts.survey).refuted_by(question, values)

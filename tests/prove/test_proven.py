@@ -24,7 +24,7 @@ def facts(mask: Expr) -> Facts:
 
 def digest(mask: Expr) -> str:
     found = facts(mask)
-    return proven.digest(found.attention.folded_mask, found.kv_tiles, found.q_tiles, found.survey)
+    return proven.digest(found.attention.canonical.folded_mask, found.kv_tiles, found.q_tiles, found.survey)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_nothing_is_claimed_of_other_masks(mask: Expr) -> None:
 
 def test_a_claim_does_not_outlive_the_program_that_was_proven() -> None:
     found = facts(masks.causal)
-    mask, kv, q = found.attention.folded_mask, found.kv_tiles, found.q_tiles
+    mask, kv, q = found.attention.canonical.folded_mask, found.kv_tiles, found.q_tiles
     other = facts(masks.causal & masks.sliding_window(near)).kv_tiles
     fewer = replace(kv, body=kv.body[:-1])
     digests = {proven.digest(mask, program, q, None) for program in (kv, other, fewer)}

@@ -124,8 +124,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="triples whose name has this in it")
     parser.add_argument("--jobs", type=int, default=2)
     asked = parser.parse_args()
-    groups = [generated(asked.jobs, asked.only), without_holes()]
-    groups += [compiled(asked.jobs, asked.only), machine_code_without_holes()] if asked.machine_code else []
+    groups = [generated(asked.jobs, asked.only), without_holes(asked.only)]
+    groups += [compiled(asked.jobs, asked.only), machine_code_without_holes(asked.only)] if asked.machine_code else []
     found = merged(*groups)
     if asked.texts:
         write(found, asked.texts)

@@ -87,7 +87,7 @@ def _operands(variant: weft.Attention, rows: int, sequences: int) -> dict[str, A
         "blocks": lambda: torch.ones(-(-rows // 128), -(-rows // 128), dtype=torch.bool).tril(),
         "allowed": lambda: torch.ones(sequences, rows, rows, dtype=torch.bool).tril(),
     }
-    return {p.name: made[p.name]() for p in variant.parameters if p.name in made}
+    return {p.name: made[p.name]() for p in variant.canonical.parameters if p.name in made}
 
 
 def _sizes(head_dim: int = 128, value_dim: int | None = None, **more: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import weft
-from weft.codegen.loader import TEMPLATES
+from weft.codegen.loader import text_without_holes
 from weft.compiler.planning.machines.hardware import by_name
 from weft.runtime.driver import compile_kernels
 
@@ -47,9 +47,13 @@ def _asked(triple: Triple) -> dict[str, Any]:
     return given
 
 
-def without_holes() -> Iterator[tuple[str, dict[str, str]]]:
-    """Kernels that are the same for every variant: their templates have nothing to fill in."""
-    yield _EVERY, {kernel: (TEMPLATES / "triton" / f"{kernel}.py.jinja").read_text() for kernel in _FIXED}
+def without_holes(only: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Kernels that are the same for every variant: their templates have nothing to fill in.
+
+    They are compared like a triple named "every variant", where that name has `only` in it.
+    """
+    if only in _EVERY:
+        yield _EVERY, {kernel: text_without_holes(kernel) for kernel in _FIXED}
 
 
 # -- machine code ------------------------------------------------------------------------------------------------------
@@ -72,8 +76,10 @@ def machine_code(name: str) -> dict[str, str]:
         return {}  # refused, as its texts say
 
 
-def machine_code_without_holes() -> Iterator[tuple[str, dict[str, str]]]:
-    """PTX of kernels that are the same for every variant."""
+def machine_code_without_holes(only: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """PTX of kernels that are the same for every variant, likewise."""
+    if only not in _EVERY:
+        return
     from ..machine_code.fixed import each  # lazy: imports Triton, which texts do without
 
     yield _EVERY, {f"ptx {name}": _without_places(kernel.assembly) for name, kernel in each()}

@@ -193,7 +193,7 @@ def test_cache_list_gives_the_name_of_an_edit(
     (tmp_path / "edits").mkdir()
     monkeypatch.setenv("WEFT_EDITED_DIR", str(tmp_path / "edits"))
     subprocess.run(command, shell=True, check=True)
-    assert f"-{variant.digest}.py" in command
+    assert f"-{variant.canonical.digest}.py" in command
     driver.forget()
     again = weft.Attention(score=weft.score * 1.75, name="to_be_edited")
     with pytest.warns(RuntimeWarning, match="to_be_edited runs the edited module"):

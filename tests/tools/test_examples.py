@@ -1,7 +1,11 @@
 """Every example runs, with small settings, and prints what it promises."""
 
 import importlib
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -33,7 +37,7 @@ def test_every_example_is_tested_here() -> None:
         "quickstart", "custom_score", "differential", "dropout", "latent", "packed_documents", "ragged_batch", "sinks",
         "t5_bias", "transformers_train", "transformers_generate", "block_sparse",
         "demo", "server", "serve_fp8", "cross_attention", "long_context", "moba", "multi_token", "multihead", "nsa",
-        "transformer_xl",
+        "train", "transformer_xl",
     }  # fmt: skip
 
 
@@ -196,6 +200,24 @@ def test_the_server_answers_as_the_model_does_alone(more: list[str], capsys: pyt
     assert swapped is not None and int(swapped[1]) >= 4 * 64 and int(swapped[2]) > 0
 
 
+def test_the_server_answers_on_two_ranks_as_on_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """Started by torchrun, with a cache that both hold, by tokens and by heads."""
+    arguments = ["--steps=2", "--requests=4", "--new=24", "--blocks=12"]
+    load("server").main(arguments)
+
+    def digest(output: str) -> str:
+        assert "too: 4 of 4" in " ".join(output.split())
+        return re.findall(r"digest of all answers: (\w+)", output)[0]
+
+    alone = digest(capsys.readouterr().out)
+    for divide in ("sequence", "heads"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+                   str(EXAMPLES / "server.py"), *arguments, f"--divide={divide}"]  # fmt: skip
+        found = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert found.returncode == 0, found.stderr
+        assert digest(found.stdout) == alone and "ShardedPagedCache" in found.stdout
+
+
 def test_the_server_answers_from_a_cache_of_fp8(capsys: pytest.CaptureFixture[str]) -> None:
     load("server").main(["--steps=2", "--requests=2", "--new=8", "--cache-dtype=float8_e4m3fn"])
     output = " ".join(capsys.readouterr().out.split())
@@ -208,6 +230,49 @@ def test_a_long_context_over_two_processes(capfd: pytest.CaptureFixture[str]) ->
     output = capfd.readouterr().out
     assert re.search(r"256 tokens over 2 ranks: forward and backward [\d.,]+ ms", output), output
     assert "streaming over 2 ranks" in output and "stands on  the values of first, window" in output
+
+
+def test_training_resumes_bit_for_bit_and_goes_on_on_another_mesh(capfd: pytest.CaptureFixture[str]) -> None:
+    """FSDP and context parallel on two ranks; the last run compiles what lies around attention."""
+
+    def losses(ranks: int, steps: int, at: int, *more: str) -> list[float]:
+        given = [f"--{n}={v}" for n, v in settings.items()]
+        load("train").main([*given, f"--ranks={ranks}", f"--cp={ranks}", f"--steps={steps}", *more])
+        output = capfd.readouterr().out
+        begun = f"resumed at step {at}" if at else "from the start"
+        assert f"parameters, {ranks} ranks in groups of {ranks}: {begun}" in output, output
+        return [float(x) for x in re.findall(r"^step \d+ +loss (\S+) +tokens/s [\d,]+ .*%", output, re.M)]
+
+    settings = {"length": 64, "window": 16, "batch": 2, "every": 3, "rate": 0.02, "out": "kept"}
+    straight = losses(2, 6, 0)
+    assert straight[-1] < straight[0] - 0.5
+    expected = state_of(Path("kept/step-00000006"))
+    shutil.rmtree("kept/step-00000006")
+    resumed = losses(2, 7, 3)
+    assert resumed[:3] == straight[3:]
+    found = state_of(Path("kept/step-00000006"))
+    assert expected.keys() == found.keys() and len(expected) > 60
+    assert [n for n, value in expected.items() if not torch.equal(value, found[n])] == []
+    shutil.rmtree("kept/step-00000007")
+    assert losses(1, 7, 6, "--compile") == pytest.approx(resumed[3:], abs=0.02)  # both compute in bf16
+
+
+def state_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All that a checkpoint holds, whole, by name."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(folder, "whole.pt")
+    found: dict[str, torch.Tensor] = {}
+
+    def flatten(name: str, part: object) -> None:
+        if isinstance(part, dict):
+            for n, inner in part.items():
+                flatten(f"{name}.{n}", inner)
+        elif isinstance(part, torch.Tensor):
+            found[name] = part
+
+    flatten("", torch.load("whole.pt", weights_only=False))
+    return found
 
 
 def test_caches_of_fp8_lose_little(capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,7 +202,9 @@ def test_a_variant_shows_its_declaration_which_reads_back(variant: weft.Attentio
     names = {"weft": weft, **{name: getattr(weft, name) for name in weft.__all__}}
     exec("".join(operands), names)
     assert eval(f"weft.Attention({call}", names) == variant
-    assert [text_of(node) for node in root.iter("code")] == [p.name for p in variant.parameters if p.name != "seed"]
+    assert [text_of(node) for node in root.iter("code")] == [
+        p.name for p in variant.canonical.parameters if p.name != "seed"
+    ]
 
 
 def test_operands_say_what_a_call_gives() -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.same.__main__ import MOST_PARAMETERS, RECORDED, differences, hashes, long_signatures
+from tests.same.__main__ import MOST_PARAMETERS, RECORDED, differences, hashes, long_signatures, main
 from tests.same.corpus import corpus
 from tests.same.texts import texts_of
 
@@ -34,6 +34,17 @@ def test_a_difference_is_found_and_named() -> None:
     gone = {"causal": {n: text for n, text in texts["causal"].items() if n != "stages"}}
     assert differences(recorded, hashes(gone)) == ["causal: stages is gone"]
     assert differences({}, recorded) == [f"causal: {part} is new" for part in sorted(texts["causal"])]
+
+
+def test_one_triple_is_compared_with_its_own_record(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kernels that every variant has are neither new nor gone where --only leaves them out."""
+    monkeypatch.setattr("sys.argv", ["same", "--only", "t5-causal-cpu-cpu", "--jobs", "1"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0, capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("1 triples")
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ class DirectWay:
 
     def _pins_of_operands(self) -> list[Pin]:
         pins = []
-        for parameter in self.job.facts.attention.parameters:
+        for parameter in self.job.facts.attention.canonical.parameters:
             given = f"call.operands[{parameter.name!r}]"
             if not isinstance(parameter, TensorOperand):
                 pins += [Pin(f"type_of_{parameter.name}", f"type({given})")]

@@ -38,10 +38,10 @@ class CpuWays:
         self.recorded: Callable[[Any], Any] = nothing_yet
         self.guard = torch_private.guard  # what tells whether tensors are like others; None: nothing does
         self.pair = "2, " if facts.scores_lie_far else ""  # statistics of a row
-        parameters = facts.attention.parameters
+        parameters = facts.attention.canonical.parameters
         self.tensors = tuple(p.name for p in parameters if isinstance(p, TensorOperand))
         self.numbers = tuple(p.name for p in parameters if not isinstance(p, TensorOperand))
-        self.sink = facts.attention.folded_sink is not None
+        self.sink = facts.attention.canonical.folded_sink is not None
         form: Any = code.kernels[-1].form
         self.in_tiles = form.in_tiles
         self.blocks = {"block_q": form.block_q, "block_kv": form.block_kv}

@@ -87,7 +87,7 @@ def strides_like(query: Tensor, width: int) -> tuple[int, ...]:
 def axes_of_mask(facts: Facts) -> frozenset[str]:
     """Which of batch and head what torch's own attention is handed differs by."""
     rest = () if facts.scale_and_rest is None else symbols(facts.scale_and_rest[1])
-    read = symbols(facts.attention.folded_mask).union(rest)
+    read = symbols(facts.attention.canonical.folded_mask).union(rest)
     return frozenset(axis for axis in ("batch", "head") if read & {axis, f"kv_{axis}"})
 
 

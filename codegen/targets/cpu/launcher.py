@@ -23,7 +23,7 @@ class CpuLauncher:
 
     def __init__(self, module: ModuleType, code: CodePlan, facts: Facts) -> None:
         self.module, self.code = module, code
-        self.sink = facts.attention.folded_sink is not None
+        self.sink = facts.attention.canonical.folded_sink is not None
         form = code.kernels[-1].form
         assert isinstance(form, CpuForm)
         self.blocks = {"block_q": form.block_q, "block_kv": form.block_kv}

@@ -74,7 +74,7 @@ class CpuTarget:
             return "cpu: the operands are on a GPU"
         if signature.dtype not in COMPUTED:
             return f"cpu: expected {', '.join(sorted(COMPUTED))} operands, got {signature.dtype}"
-        lacking, rows = lacks(facts.attention.weighs, self.family), signature.sequences
+        lacking, rows = lacks(facts.attention.canonical.weighs, self.family), signature.sequences
         if lacking is None and rows.is_outside:
             lacking = f"has no text for {rows} sequences; they are computed by targets triton and interpret"
         if not rows.in_order:
@@ -129,7 +129,7 @@ class CpuTarget:
 
 
 def _score_told(code: CodePlan, facts: Facts) -> context.Score:
-    scale, read = _scale(facts), symbols(facts.attention.folded_score)
+    scale, read = _scale(facts), symbols(facts.attention.canonical.folded_score)
     return context.Score(
         uniform=scale is not None and is_uniform(scale),
         by_distance=_by_distance(facts),
@@ -145,7 +145,9 @@ def _mask_told(facts: Facts) -> context.Mask:
     return context.Mask(
         per_head_bounds=facts.bounds_differ_by_head,
         mask_reads=axes_of_mask(facts),
-        remembers=all(not isinstance(p, TensorOperand) and p.dtype == "int" for p in facts.attention.parameters),
+        remembers=all(
+            not isinstance(p, TensorOperand) and p.dtype == "int" for p in facts.attention.canonical.parameters
+        ),
         survey=found is not None,
         values={} if found is None else values_of(found),
         cells=() if found is None else cells(found.cells),
@@ -163,13 +165,13 @@ def _ways_told(code: CodePlan, facts: Facts) -> context.Ways:
         whole=_has_whole(facts, signature),
         with_mask=_takes_a_mask(facts, signature),
         at_once=weighs_short(facts, signature),
-        nothing=", None" * len(facts.attention.parameters),
+        nothing=", None" * len(facts.attention.canonical.parameters),
         whole_rows=signature.direction == "backward" and bool(signature.widths.rope_dim),
     )
 
 
 def _kinds(code: CodePlan, facts: Facts, form: CpuForm) -> context.Kinds:
-    saved = "far" if facts.scores_lie_far else "near" if facts.attention.weighs.saves_lse else "unsaved"
+    saved = "far" if facts.scores_lie_far else "near" if facts.attention.canonical.weighs.saves_lse else "unsaved"
     return context.Kinds(
         products="onednn" if form.one_dnn else "torch",
         sequence="ragged" if code.signature.sequences.ragged else "dense",
@@ -193,11 +195,11 @@ def _kind_of_score(code: CodePlan, facts: Facts) -> str:
 
 def kind_of_mask(facts: Facts) -> str:
     """By what a query sees, as bounds tell it."""
-    if not facts.attention.is_masked:
+    if not facts.attention.canonical.is_masked:
         return "none"
     if not facts.kv_bounds.closed_form:
         return "open"
-    if facts.attention.folded_mask.text == call("le", symbol("kv_pos"), symbol("q_pos")).text:
+    if facts.attention.canonical.folded_mask.text == call("le", symbol("kv_pos"), symbol("q_pos")).text:
         return "causal"
     return "run" if len(facts.kv_tiles.outputs) == 4 else "runs"
 
@@ -206,7 +208,7 @@ def _kind_of_sharing(facts: Facts) -> str:
     """By what the mask differs by."""
     if _differs_by_head(facts):
         return "heads"
-    return "rows" if "batch" in symbols(facts.attention.folded_mask) else "all"
+    return "rows" if "batch" in symbols(facts.attention.canonical.folded_mask) else "all"
 
 
 def _gradients(code: CodePlan, facts: Facts) -> Sequence[OperandGradient]:
@@ -225,7 +227,7 @@ def _scale(facts: Facts) -> Expr | None:
 
 
 def _differs_by_head(facts: Facts) -> bool:
-    return bool(symbols(facts.attention.folded_mask) & {"head", "kv_head"}) or facts.bounds_differ_by_head
+    return bool(symbols(facts.attention.canonical.folded_mask) & {"head", "kv_head"}) or facts.bounds_differ_by_head
 
 
 def _settles(facts: Facts, signature: Signature) -> bool:
@@ -291,7 +293,7 @@ def records_mask(code: CodePlan, facts: Facts, sizes: at_once.Sizes, free: bool)
 
 def _may_be_recorded(facts: Facts, signature: Signature, free: bool) -> bool:
     """Whether torch itself may record a call: not where tiles were asked for, or timed, or there is a sink."""
-    return free and signature.lengths is None and facts.attention.folded_sink is None
+    return free and signature.lengths is None and facts.attention.canonical.folded_sink is None
 
 
 def _by_distance(facts: Facts) -> bool:
@@ -312,8 +314,8 @@ def _is_own(facts: Facts, signature: Signature) -> bool:
         and not (widths.value_is_key or widths.rope_dim)
         and scale is not None
         and is_uniform(scale)
-        and not facts.attention.drops
-        and facts.attention.weighs == SOFTMAX
+        and not facts.attention.canonical.drops
+        and facts.attention.canonical.weighs == SOFTMAX
     )
 
 
@@ -325,15 +327,15 @@ def weighs_short(facts: Facts, signature: Signature) -> bool:
         and not (widths.value_is_key or widths.rope_dim)
         and scale is not None
         and is_uniform(scale)
-        and not facts.attention.drops
-        and facts.attention.weighs == SOFTMAX
-        and facts.attention.folded_sink is None
+        and not facts.attention.canonical.drops
+        and facts.attention.canonical.weighs == SOFTMAX
+        and facts.attention.canonical.folded_sink is None
         and _adds_to_products(facts)
     )
 
 
 def _adds_to_products(facts: Facts) -> bool:
-    return facts.attention.is_masked or facts.scale_and_rest is not None
+    return facts.attention.canonical.is_masked or facts.scale_and_rest is not None
 
 
 def _has_whole(facts: Facts, signature: Signature) -> bool:
@@ -343,7 +345,7 @@ def _has_whole(facts: Facts, signature: Signature) -> bool:
         and facts.linear_scale is not None
         and facts.kv_bounds.closed_form
         and not _differs_by_head(facts)
-        and "batch" not in symbols(facts.attention.folded_mask)
+        and "batch" not in symbols(facts.attention.canonical.folded_mask)
     )
 
 

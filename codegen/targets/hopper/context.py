@@ -226,7 +226,7 @@ def _backward(code: CodePlan, facts: Facts, printing: Printing) -> Backward:
     main, form = main_form(code)
     signature, tables, scale = code.signature, tables_in(code, facts), facts.linear_scale
     # Products that start from a row's statistics wait for these: of the next tile's scores nothing could hide that.
-    folds = not form.next_scores and not facts.scores_lie_far and facts.attention.weighs.saves_lse
+    folds = not form.next_scores and not facts.scores_lie_far and facts.attention.canonical.weighs.saves_lse
     persistent, one_pass = is_persistent(code, facts), main == "flash_backward"
     empty = printing.visits_empty and signature.sequences.ragged
     return Backward(

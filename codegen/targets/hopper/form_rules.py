@@ -32,7 +32,7 @@ def _has_few_edges(facts: Facts) -> bool:
     """Whether most tiles see all or nothing, whatever the mask computes: it is the same in blocks of 128 x 128 pairs,
     but for what positions decide."""
     found = facts.survey
-    if facts.tile_source != "lists" or facts.linear_scale is None or facts.attention.drops:
+    if facts.tile_source != "lists" or facts.linear_scale is None or facts.attention.canonical.drops:
         return False
     assert found is not None
     of_positions = all(isinstance(value, Symbol) for value in (*found.q_values, *found.kv_values))
@@ -67,7 +67,7 @@ def best_form(widths: Widths, facts: Facts, short: bool = False) -> HopperForm:
     Where rows have no maximum, it goes without what is about that.
     """
     best = _best_of_softmax(widths, facts, short)
-    if not facts.attention.weighs.saves_lse:
+    if not facts.attention.canonical.weighs.saves_lse:
         best = replace(best, lazy_rescale=False, pair_maximum=False)
     small = facts.tile_source == "lists" and any(c.kv % best.block_kv for c in facts.survey.cells)  # type: ignore[union-attr]
     return replace(best, block_kv=ROWS) if small else best

@@ -35,7 +35,7 @@ def stores_first(signature: Signature, facts: Facts) -> bool:
     the launch).
     """
     plain = not signature.sequences.ragged and signature.offset != "per_row" and facts.tile_source == "program"
-    if not plain or facts.attention.drops or (facts.boxed_read is not None and signature.boxed):
+    if not plain or facts.attention.canonical.drops or (facts.boxed_read is not None and signature.boxed):
         return False
     return len(key_pieces(piecewise(signature.widths.head_dim), signature.widths)) == 1 and facts.first_key_is_seen
 
@@ -54,7 +54,7 @@ def is_lean(signature: Signature, facts: Facts) -> bool:
     """Whether all that pairs read is one table by distance, level from some distance on, that has one read with a
     gradient, and that read no factor: tiles of 128 queries leave registers for that."""
     levels = levels_of(facts, "flash", signature)
-    one = len(tables_of(facts, "flash", signature)) == 1 and not loads(facts.attention.folded_mask)
+    one = len(tables_of(facts, "flash", signature)) == 1 and not loads(facts.attention.canonical.folded_mask)
     if not one or levels is None or levels.score is None or len(levels.reads) != 1:
         return False
     gradients = [g for g in facts.operand_gradients(signature.wanted) if g.kind != "sink"]

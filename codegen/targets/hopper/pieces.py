@@ -155,7 +155,7 @@ def sums_of_a_tile(form: HopperBackwardForm, widths: Widths) -> int:
 def is_persistent(code: CodePlan, facts: Facts) -> bool:
     """Whether programs of the kernel that owns keys, where there is one, take one tile of them after another."""
     main, form = main_form(code)
-    return bool(main) and form.is_persistent(facts.attention.drops)
+    return bool(main) and form.is_persistent(facts.attention.canonical.drops)
 
 
 def places_of_results(form: HopperBackwardForm, widths: Widths) -> dict[str, Any] | None:

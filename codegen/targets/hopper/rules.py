@@ -54,7 +54,7 @@ class Case:
     @property
     def pairwise(self) -> bool:
         """Whether weights are found pair by pair, by a normalizer that is no softmax."""
-        return self.attention.weighs != SOFTMAX
+        return self.attention.canonical.weighs != SOFTMAX
 
 
 class Refusal(NamedTuple):
@@ -92,7 +92,10 @@ COMMON = (
         lambda c: c.signature.dtype not in HALVES,
         lambda c: f"needs bf16 or fp16 operands, got {c.signature.dtype}",
     ),
-    Refusal(lambda c: lacks(c.attention.weighs, "hopper"), lambda c: str(lacks(c.attention.weighs, "hopper"))),
+    Refusal(
+        lambda c: lacks(c.attention.canonical.weighs, "hopper"),
+        lambda c: str(lacks(c.attention.canonical.weighs, "hopper")),
+    ),
     Refusal(lambda c: not c.sequences.in_order, lambda c: f"{not_in_order(c.sequences)} are {_BY_TRITON}"),
     Refusal(
         lambda c: not c.sequences.keys.is_box or c.sequences.is_outside,
@@ -103,8 +106,8 @@ COMMON = (
 # -- latent caches -----------------------------------------------------------------------------------------------------
 LATENT = (
     Refusal(
-        lambda c: softmax_only(c.attention.weighs),
-        lambda c: f"for absorbed latent attention {softmax_only(c.attention.weighs)}",
+        lambda c: softmax_only(c.attention.canonical.weighs),
+        lambda c: f"for absorbed latent attention {softmax_only(c.attention.canonical.weighs)}",
     ),
     Refusal(
         lambda c: _rank(c) not in RANKS or _rotary(c) > ROTARY_COLUMNS or _rotary(c) % 8,
@@ -115,7 +118,7 @@ LATENT = (
     ),
     Refusal(lambda c: c.signature.sequences.keys.packed, f"packed keys of latent caches are {_BY_TRITON}"),
     Refusal(lambda c: c.widths.rope_dim, f"latent caches with rotary columns apart are {_BY_TRITON}"),
-    Refusal(lambda c: c.attention.drops, f"latent caches with dropout are {_BY_TRITON}"),
+    Refusal(lambda c: c.attention.canonical.drops, f"latent caches with dropout are {_BY_TRITON}"),
     Refusal(
         lambda c: c.facts.traits.measured is not None,
         f"latent caches with a mask that reads tensors by position are {_BY_TRITON}",
@@ -139,7 +142,7 @@ def _rotary(c: Case) -> int:
 def _pairwise(holds: Callable[[Case], object], words: str) -> Refusal:
     """Of a normalizer whose weights are found pair by pair."""
     return Refusal(
-        lambda c: c.pairwise and holds(c), lambda c: f"{words} of {c.attention.weighs.name} are {_BY_TRITON}"
+        lambda c: c.pairwise and holds(c), lambda c: f"{words} of {c.attention.canonical.weighs.name} are {_BY_TRITON}"
     )
 
 
@@ -157,8 +160,8 @@ _WIDTHS = (
         ),
     ),
     # statistics of rows in its templates are those of a softmax
-    _pairwise(lambda c: c.attention.weighs.saves_lse, "calls"),
-    _pairwise(lambda c: c.attention.drops, "weights that are dropped,"),
+    _pairwise(lambda c: c.attention.canonical.weighs.saves_lse, "calls"),
+    _pairwise(lambda c: c.attention.canonical.drops, "weights that are dropped,"),
     _pairwise(lambda c: c.facts.boxed_read is not None, "scores that read a tensor by both positions,"),
 )
 _SHARED_KEY = Refusal(
@@ -199,7 +202,7 @@ FORWARD = (*_WIDTHS, _SHARED_KEY, *_MASKS)
 def _drawn(holds: Callable[[Case], object], words: str) -> Refusal:
     """Where it does not draw what a backward drops."""
     return Refusal(
-        lambda c: c.attention.drops and holds(c), f"the backward of dropout {words} is {_BY_TRITON}"
+        lambda c: c.attention.canonical.drops and holds(c), f"the backward of dropout {words} is {_BY_TRITON}"
     )  # fmt: skip
 
 
@@ -265,7 +268,9 @@ BACKWARD = (
     ),
     *_MASKS,
     _distances(lambda c: max(c.widths.head_dim, c.widths.value_dim) > MOST_BY_DISTANCE, "with D or Dv above 128"),
-    _distances(lambda c: c.widths.rope_dim or c.attention.drops, "of expanded latent attention, or with dropout,"),
+    _distances(
+        lambda c: c.widths.rope_dim or c.attention.canonical.drops, "of expanded latent attention, or with dropout,"
+    ),
     _distances(_splits_no_tables, "and are no number times q.k plus what they have by distance"),
     Refusal(_sums_a_table_or_sink_alone, _words_alone),
     Refusal(lambda c: c.read_by_pair and not stores_boxes(c.signature, c.facts), _words_by_pair),

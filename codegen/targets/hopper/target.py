@@ -92,7 +92,7 @@ class HopperTarget:
                 kernels = ONE_PASS_STORED if stores_first(signature, facts) else ONE_PASS
             else:
                 kernels = two_passes(signature.wanted, summed, sums_of_keys(signature, facts))
-            if not facts.attention.weighs.saves_lse:
+            if not facts.attention.canonical.weighs.saves_lse:
                 kernels = tuple(k for k in kernels if k.name != "row_statistics")
             kernels += (DIAGONAL_SUMS,) if sums_diagonals(signature, facts) else ()
         found = with_measuring(kernels, facts.traits.measured)

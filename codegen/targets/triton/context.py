@@ -186,5 +186,5 @@ def _pair_sums(code: CodePlan, facts: Facts, names: dict[Owner, str]) -> PairSum
 def tiles_by_head(facts: Facts, source: TileSource) -> bool:
     """Whether rows of different query heads may visit different tiles of keys, which kernels learn from `source`."""
     if source == "spans":
-        return "head" in symbols(facts.attention.folded_mask)
+        return "head" in symbols(facts.attention.canonical.folded_mask)
     return any("head" in symbols(line.value) for line in facts.kv_tiles.body)

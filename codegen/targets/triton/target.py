@@ -100,7 +100,7 @@ class TritonTarget:
                 kinds.add("total")
             refuses = algorithm != "flash" and not kinds.isdisjoint(PAIR_KINDS)  # `supports` says so of its kernels
             own = [k for k in own if refuses or _OWNS.get(k) in owners or _is_needed(k.name, wanted, kinds)]
-            if not facts.attention.weighs.saves_lse:
+            if not facts.attention.canonical.weighs.saves_lse:
                 own = [k for k in own if k != ROW_STATISTICS]
             if algorithm == "flash":
                 own += [k for k in PAIR_SUMS if _OWNS[k] in owners]
@@ -141,7 +141,13 @@ class TritonTarget:
         """Why it does not divide the keys of such calls."""
         if not kernel.shares_keys:
             return None
-        lacking = "dropout" if facts.attention.drops else "packed sequences" if signature.sequences.keys.packed else ""
+        lacking = (
+            "dropout"
+            if facts.attention.canonical.drops
+            else "packed sequences"
+            if signature.sequences.keys.packed
+            else ""
+        )
         return f"{self.name}: schedule split_kv has no {lacking}; use schedule='flash'" if lacking else None
 
     def _no_gradients(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
@@ -185,7 +191,7 @@ class TritonTarget:
     def _no_lengths(self, signature: Signature, facts: Facts) -> str | None:
         """Why it has no value for a length that the variant reads."""
         kind = signature.sequences
-        read = {name for expression in facts.attention.expressions for name in symbols(expression)}
+        read = {name for expression in facts.attention.canonical.expressions for name in symbols(expression)}
         unknown = sorted(kind.lengths_unknown() & read)
         if not unknown:
             return None
@@ -194,10 +200,10 @@ class TritonTarget:
     def _lacking(self, kernel: Kernel, facts: Facts) -> str | None:
         """Why it has no text for the normalizer; schedules other than flash write a softmax out."""
         if is_of_flash(kernel):
-            where, lacking = "", lacks(facts.attention.weighs, self.family)
+            where, lacking = "", lacks(facts.attention.canonical.weighs, self.family)
         else:
-            where, lacking = f"schedule {_algorithm(kernel)} ", softmax_only(facts.attention.weighs)
-            if facts.attention.drops:
+            where, lacking = f"schedule {_algorithm(kernel)} ", softmax_only(facts.attention.canonical.weighs)
+            if facts.attention.canonical.drops:
                 lacking = "has no dropout; use schedule='flash'"
         return None if lacking is None else f"{self.name}: {where}{lacking}"
 

@@ -57,13 +57,13 @@ class Facts:
     @cached_property
     def linear_scale(self) -> Expr | None:
         """c when the score is c * qk, however it is written, with a c that is one number for a head; else None."""
-        written = _linear_factor(self.attention.folded_score)
+        written = _linear_factor(self.attention.canonical.folded_score)
         return self._slope_where_linear if written is None else written
 
     @cached_property
     def _slope_where_linear(self) -> Expr | None:
         """d score / d qk where that is one number for a head, and the score is 0 where q.k is."""
-        score = self.attention.folded_score
+        score = self.attention.canonical.folded_score
         if not _may_be_linear(score):
             return None
         from ..values.symbolic import simplify  # lazy: imports sympy, which plain scores do without
@@ -83,7 +83,7 @@ class Facts:
         """
         with_qk: list[Expr] = []
         rest: list[Expr] = []
-        for term in _terms(self.attention.folded_score):
+        for term in _terms(self.attention.canonical.folded_score):
             (with_qk if "qk" in symbols(term) else rest).append(term)
         factor = _linear_factor(with_qk[0]) if len(with_qk) == 1 else None
         if factor is None or not rest or loads(factor):
@@ -103,8 +103,8 @@ class Facts:
         query sees the key at its own position, it is enough that this score is near: what falls with distance, as
         ALiBi does, leaves it there.
         """
-        score, mask = self.attention.folded_score, self.attention.folded_mask
-        if not self.attention.weighs.saves_lse or self.linear_scale is not None or size(score) <= NEAR_0:
+        score, mask = self.attention.canonical.folded_score, self.attention.canonical.folded_mask
+        if not self.attention.canonical.weighs.saves_lse or self.linear_scale is not None or size(score) <= NEAR_0:
             return False
         own = {"kv_pos": symbol("q_pos")}
         return not (holds(substitute(mask, own)) and size(substitute(score, own)) <= NEAR_0)
@@ -114,18 +114,20 @@ class Facts:
         """Whether every query, at a position of 0 or more, sees key 0 for certain."""
         # an absolute value is known to be no less than 0, which a position is not
         return holds(
-            substitute(self.attention.folded_mask, {"kv_pos": const(0), "q_pos": make("abs", symbol("q_pos"))})
+            substitute(
+                self.attention.canonical.folded_mask, {"kv_pos": const(0), "q_pos": make("abs", symbol("q_pos"))}
+            )
         )
 
     @cached_property
     def kv_bounds(self) -> Bounds:
-        bounded = self.in_order or not self.attention.is_masked
-        return kv_bounds(self.attention.folded_mask) if bounded else anywhere("kv")
+        bounded = self.in_order or not self.attention.canonical.is_masked
+        return kv_bounds(self.attention.canonical.folded_mask) if bounded else anywhere("kv")
 
     @cached_property
     def q_bounds(self) -> Bounds:
-        bounded = self.in_order or not self.attention.is_masked
-        return q_bounds(self.attention.folded_mask) if bounded else anywhere("q")
+        bounded = self.in_order or not self.attention.canonical.is_masked
+        return q_bounds(self.attention.canonical.folded_mask) if bounded else anywhere("q")
 
     @cached_property
     def kv_tiles(self) -> TileProgram:
@@ -141,12 +143,12 @@ class Facts:
 
         For masks that read tensors by position, whose values no bound can know before the call.
         """
-        reads = loads(self.attention.folded_mask) if self.in_order else ()
+        reads = loads(self.attention.canonical.folded_mask) if self.in_order else ()
         if not any(symbols(index) & {"q_pos", "kv_pos"} for load in reads for index in load.index):
             return None
         if self.kv_bounds.closed_form and self.q_bounds.closed_form:
             return None
-        found = survey(self.attention.folded_mask)
+        found = survey(self.attention.canonical.folded_mask)
         measured = (*found.q_values, *found.kv_values) if found else ()
         joins = found is not None and found.joins_reads
         return found if joins or any(loads(value) for value in measured) else None
@@ -169,31 +171,31 @@ class Facts:
 
     @cached_property
     def mask_differs_by_head(self) -> bool:
-        return bool(symbols(self.attention.folded_mask) & {"head", "kv_head"})
+        return bool(symbols(self.attention.canonical.folded_mask) & {"head", "kv_head"})
 
     @cached_property
     def gradient_kinds(self) -> tuple[tuple[Load, GradientKind], ...]:
         """Each read of a float tensor in the score, and then in the sink, and how its gradient is reduced."""
-        reads = self.attention.gradient_loads
+        reads = self.attention.canonical.gradient_loads
         of_score: list[tuple[Load, GradientKind]] = [(r, _gradient_kind(r, self.in_order)) for r in reads]
-        return (*of_score, *((load, "sink") for load in self.attention.sink_loads))
+        return (*of_score, *((load, "sink") for load in self.attention.canonical.sink_loads))
 
     @cached_property
     def score_derivative(self) -> Expr:
         """d score / d qk."""
         from ..values.symbolic import derivative  # lazy: imports sympy
 
-        return derivative(self.attention.folded_score, symbol("qk"))
+        return derivative(self.attention.canonical.folded_score, symbol("qk"))
 
     @cached_property
     def score_by_distance(self) -> tuple[ByDistance, ...]:
         """Parts of the score that are worth a table by q_pos - kv_pos."""
-        return parts_by_distance([self.attention.folded_score]) if self.in_order else ()
+        return parts_by_distance([self.attention.canonical.folded_score]) if self.in_order else ()
 
     @cached_property
     def boxed_read(self) -> Load | None:
         """The first read of the score of which a tile of pairs reads a box of a tensor."""
-        reads = loads(self.attention.folded_score) if self.in_order else ()
+        reads = loads(self.attention.canonical.folded_score) if self.in_order else ()
         return next((r for r in reads if r.dtype == "float" and rows_of_boxes(r) is not None), None)
 
     @cached_property
@@ -207,7 +209,7 @@ class Facts:
             return None
         factors: list[Expr | None] = []
         boxes = 0
-        for term in _terms(self.attention.folded_score):
+        for term in _terms(self.attention.canonical.folded_score):
             if "qk" in symbols(term):
                 factors.append(_linear_factor(term))
             if term.text == read.text:
@@ -225,7 +227,7 @@ class Facts:
         c is one number for a launch. The rest is over the symbols of the tables. Found without sympy, as above.
         """
         factors, rest = [], []
-        for term in _terms(self.attention.folded_score):
+        for term in _terms(self.attention.canonical.folded_score):
             if "qk" in symbols(term):
                 factors.append(_linear_factor(term))
             else:
@@ -241,7 +243,7 @@ class Facts:
             return self.score_derivative
         from ..values.symbolic import derivative  # lazy: imports sympy
 
-        return derivative(with_tables(self.attention.folded_score, tables), symbol("qk"))
+        return derivative(with_tables(self.attention.canonical.folded_score, tables), symbol("qk"))
 
     @cached_property
     def largest_slope(self) -> float:
@@ -269,7 +271,7 @@ class Facts:
 
     @cached_property
     def _behind_rows(self) -> BehindRows:
-        score = self.attention.folded_score
+        score = self.attention.canonical.folded_score
         return "numbers" if is_below_inf(score) else "as the last" if is_below_inf_at_last(score) else "anything"
 
     def factor_is_defined(self, tables: Sequence[ByDistance] = ()) -> bool:
@@ -292,7 +294,7 @@ class Facts:
 
         for load, kind in found:
             if (load.text, kind) not in known:
-                root = self.attention.folded_sink if kind == "sink" else self.attention.folded_score
+                root = self.attention.canonical.folded_sink if kind == "sink" else self.attention.canonical.folded_score
                 assert root is not None
                 known[load.text, kind] = derivative(root, load)
         return tuple(OperandGradient(load, kind, known[load.text, kind]) for load, kind in found)
@@ -310,12 +312,12 @@ class Facts:
 
     @cached_property
     def score_reads_positions(self) -> bool:
-        return bool(symbols(self.attention.folded_score) & {"q_pos", "kv_pos"})
+        return bool(symbols(self.attention.canonical.folded_score) & {"q_pos", "kv_pos"})
 
     @cached_property
     def loads_at_positions(self) -> bool:
         """Whether the score or the mask reads a tensor by position."""
-        reads = loads(self.attention.folded_score) + loads(self.attention.folded_mask)
+        reads = loads(self.attention.canonical.folded_score) + loads(self.attention.canonical.folded_mask)
         return any(symbols(index) & {"q_pos", "kv_pos"} for load in reads for index in load.index)
 
     def _reading(self, traits: Traits, tables: Sequence[ByDistance] = (), doubles: bool = False) -> Traits:
@@ -324,9 +326,9 @@ class Facts:
         Each element is as wide as its kind can be in SRAM. doubles: floats may have 64 bits.
         """
         widths = {"float": 8 if doubles else 4, "int": 8, "bool": 1}
-        score = with_tables(self.attention.folded_score, tables)
+        score = with_tables(self.attention.canonical.folded_score, tables)
         found = dict.fromkeys(("pair", "head", "key", "query"), 0)
-        for load in {load.text: load for load in loads(score) + loads(self.attention.folded_mask)}.values():
+        for load in {load.text: load for load in loads(score) + loads(self.attention.canonical.folded_mask)}.values():
             read_at = frozenset[str]().union(*(symbols(index) for index in load.index))
             if "kv_pos" in read_at:
                 other = "pair" if "q_pos" in read_at else "head" if "head" in read_at else "key"
@@ -348,29 +350,31 @@ class Facts:
         made = Traits(
             linear=self.linear_scale is not None,
             adds=self.scale_and_rest is not None,
-            masked=self.attention.is_masked,
-            operand_gradients=len(self.attention.gradient_loads),
+            masked=self.attention.canonical.is_masked,
+            operand_gradients=len(self.attention.canonical.gradient_loads),
             positional=self.score_reads_positions or self.loads_at_positions,
-            normalizer=self.attention.weighs,
-            sink=self.attention.folded_sink is not None,
-            drops=self.attention.drops,
+            normalizer=self.attention.canonical.weighs,
+            sink=self.attention.canonical.folded_sink is not None,
+            drops=self.attention.canonical.drops,
             far=self.scores_lie_far,
             measured=self._measuring(),
             score_work=self._works[0],
             slope_work=self._works[1],
             mask_work=self._works[2],
-            score_torch=TorchWork() if self.linear_scale is not None else torch_work_of([self.attention.folded_score]),
+            score_torch=TorchWork()
+            if self.linear_scale is not None
+            else torch_work_of([self.attention.canonical.folded_score]),
             slope_torch=TorchWork()
             if self.linear_scale is not None
-            else torch_slope_work_of(self.attention.folded_score),
-            mask_torch=torch_work_of([self.attention.folded_mask]),
+            else torch_slope_work_of(self.attention.canonical.folded_score),
+            mask_torch=torch_work_of([self.attention.canonical.folded_mask]),
         )
         return self._reading(made)
 
     @cached_property
     def _works(self) -> tuple[Work, Work, Work]:
         """What score, slope and mask of a pair take, where parts of the score are read by distance."""
-        score, mask = self.attention.folded_score, self.attention.folded_mask
+        score, mask = self.attention.canonical.folded_score, self.attention.canonical.folded_mask
         if self.linear_scale is not None:
             return Work(), Work(), work_of([mask])
         parts = self.score_by_distance

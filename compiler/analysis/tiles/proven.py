@@ -30,7 +30,7 @@ _BY_CONSTRUCTION = "tiles: sound by construction; not among those proven by `mak
 
 def claim(facts: Facts) -> str:
     """What is known of the tiles of a variant, in words."""
-    found = digest(facts.attention.folded_mask, facts.kv_tiles, facts.q_tiles, facts.survey)
+    found = digest(facts.attention.canonical.folded_mask, facts.kv_tiles, facts.q_tiles, facts.survey)
     return _PROVEN if found in _digests() else _BY_CONSTRUCTION
 
 

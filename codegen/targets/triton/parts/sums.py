@@ -204,7 +204,7 @@ def pairs_at_once(job: Job, mode: Mode) -> str:
 def hides_some(job: Job, n: int, stored: Sequence[str]) -> str:
     """Whether entries of a gradient in the shape of its operand are left over, as a condition: a dense call without a
     mask has as many pairs that store one entry each. No program visits pairs that are hidden."""
-    if job.sequences.ragged or job.facts.attention.is_masked or not stored:
+    if job.sequences.ragged or job.facts.attention.canonical.is_masked or not stored:
         return ALWAYS
     tensor = job.gradients[n].load.tensor
     entries = " * ".join(f"arg_{tensor.name}.shape[{d}]" for d in range(tensor.rank))

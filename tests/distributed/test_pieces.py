@@ -1,0 +1,56 @@
+"""Rows that come run by run, and parts of calls whose gradients are summed over parts of the keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+import weft
+from weft import kv_pos, masks, q_pos, score
+from weft.distributed.pieces import Pieces
+from weft.distributed.portions import Given, gradients
+from weft.runtime.call import Call, Choices, Dense
+from weft.runtime.run.variant import variant_of
+
+slopes = weft.tensor("slopes", 1)
+ALIBI = weft.Attention(score - slopes[weft.head] * (q_pos - kv_pos), masks.causal, name="alibi")
+
+
+def test_rows_that_came_once_are_kept_as_they_are() -> None:
+    pieces, part = Pieces(-2), torch.rand(1, 2, 10, 3)
+    assert pieces.put((0, 10), (part,)) == []
+    assert pieces.alone(10) == (part,) and pieces.alone(11) is None
+    ((known, new),) = pieces.put((4, 6), (torch.ones(1, 2, 2, 3),))
+    assert torch.equal(known[0], part[:, :, 4:6]) and known[0].data_ptr() == part[:, :, 4:6].data_ptr()
+    assert torch.equal(new[0], torch.ones(1, 2, 2, 3))
+
+
+def test_rows_of_several_runs_fill_the_whole() -> None:
+    pieces, right = Pieces(-2), torch.zeros(1, 1, 12, 2)
+    for run in ((2, 5), (4, 9), (0, 3), (3, 4)):
+        part = torch.rand(1, 1, run[1] - run[0], 2)
+        right[:, :, run[0] : run[1]] += part
+        for (known,), (more,) in pieces.put(run, (part,)):
+            known.add_(more)
+    assert torch.equal(pieces.whole((torch.zeros(1, 1, 12, 2),))[0], right)
+
+
+def test_a_part_of_the_keys_takes_no_error_for_one_of_rounding() -> None:
+    """Kernels for GPUs free sums over a row's keys of what rounding took, which only a call with all keys can tell."""
+    generator = torch.Generator().manual_seed(2)
+    query, key, value, dout = (torch.randn(1, 2, 64, 16, generator=generator).half() for _ in range(4))
+    operands = {"slopes": torch.tensor([0.5, 0.25])}
+    exact = [t.double().requires_grad_() for t in (query, key, value, operands["slopes"])]
+    right = torch.autograd.grad(ALIBI.reference(*exact[:3], slopes=exact[3]), exact[3], dout.double())[0]
+    variant, choices = variant_of(ALIBI), Choices(target="interpret")
+    whole = Call(query, key, value, None, operands, Dense(0), choices, 16)
+    out, lse = variant.forward(whole)
+    found = torch.zeros(2)
+    for first in (0, 32):
+        keys = (t[:, :, first : first + 32] for t in (key, value))
+        part = Call(query, *keys, None, operands, Dense(-first), replace(choices, part=True), 16)
+        found += gradients(variant, part, Given(out, lse, dout, None), frozenset({"slopes"}))["slopes"]
+    of_all = gradients(variant, whole, Given(out, lse, dout, None), frozenset({"slopes"}))["slopes"]
+    assert bool(((of_all - right).abs() <= 0.02 * right.abs().max()).all())
+    assert bool(((found - right).abs() <= 0.1 * right.abs().max()).all())

@@ -1,0 +1,129 @@
+"""FSDP2, context parallel and tensor parallel on one mesh: loss and gradients of a model are those of one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import weft
+from weft import head, kv_pos, masks, q_pos
+from weft.distributed import ContextParallel
+
+from .on_ranks import on_ranks
+
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package"),
+    pytest.mark.filterwarnings("ignore"),  # of torch's own start of processes
+]
+
+sinks = weft.tensor("sinks", 1)
+recent = weft.Attention(mask=masks.causal & (q_pos - kv_pos < 11), sink=sinks[head], name="recent")
+B, L, HEADS, KV_HEADS, D, WORDS = 4, 30, 4, 2, 8, 23
+
+
+class Layer(nn.Module):
+    """Attention whose call is handed in, and a network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = HEADS * D
+        self.q, self.k, self.v = (nn.Linear(width, n * D, bias=False) for n in (HEADS, KV_HEADS, KV_HEADS))
+        self.o, self.up, self.down = nn.Linear(width, width), nn.Linear(width, 64), nn.Linear(64, width)
+        self.before, self.between = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.sinks = nn.Parameter(torch.linspace(-1, 1, HEADS))
+
+    def forward(self, x: Tensor, attend: Any) -> Tensor:
+        normed = self.before(x)
+        query, key, value = (f(normed).unflatten(-1, (-1, D)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        own = self.sinks.to_local() if hasattr(self.sinks, "to_local") else self.sinks
+        x = x + self.o(attend(query, key, value, own).transpose(1, 2).flatten(2))
+        return x + self.down(functional.silu(self.up(self.between(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, HEADS * D), nn.Linear(HEADS * D, WORDS)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, tokens: Tensor, attend: Any) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, attend)
+        return self.head(x)
+
+
+def loss_of(model: Model, tokens: Tensor, labels: Tensor, attend: Any) -> Tensor:
+    """Its part of the mean over all tokens of the whole batch."""
+    logits = model(tokens, attend).flatten(0, 1)
+    return functional.cross_entropy(logits, labels.flatten(), reduction="sum") / (B * L)
+
+
+def compare(rank: int, shapes: list[tuple[int, int, int]]) -> list[str]:
+    wrong = []
+    for shape in shapes:
+        wrong += _compare(shape)
+    return wrong
+
+
+def _compare(shape: tuple[int, int, int]) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))
+    drawn = torch.Generator().manual_seed(4)
+    tokens, labels = torch.randint(WORDS, (2, B, L), generator=drawn)
+    torch.manual_seed(5)
+    alone, divided = Model(), Model()
+    divided.load_state_dict(alone.state_dict())
+    whole_loss = loss_of(
+        alone, tokens, labels, lambda q, k, v, own: recent.reference(q, k, v, sinks=own)
+    )  # the definition
+    whole_loss.backward()
+
+    by_heads = {n: ColwiseParallel() for n in ("q", "k", "v", "up")} | {n: RowwiseParallel() for n in ("o", "down")}
+    for layer in divided.layers:
+        parallelize_module(layer, mesh["tp"], by_heads)
+        layer.sinks = nn.Parameter(distribute_tensor(layer.sinks.detach(), mesh["tp"], [Shard(0)]))  # type: ignore[assignment]
+        fully_shard(layer, mesh=mesh["dp", "cp"])
+    fully_shard(divided, mesh=mesh["dp", "cp"])
+    cp = ContextParallel(mesh, dim="cp")
+    plan = cp.plan(recent, batch=B // shape[0], heads=HEADS // shape[2], kv_heads=KV_HEADS // shape[2], length=L,
+                   head_dim=D, dtype="fp32")  # fmt: skip
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, own: Tensor) -> Tensor:
+        return cp.attention(recent, query, key, value, plan=plan, sinks=cp.share(own))
+
+    group = mesh.get_local_rank("dp")
+    mine = [cp.shard(t.chunk(shape[0])[group], plan, dim=1) for t in (tokens, labels)]
+    loss = loss_of(divided, *mine, attend)
+    (loss * (shape[0] * shape[1])).backward()  # FSDP takes the mean over these ranks, and the loss is their sum
+    total = loss.detach() / shape[2]
+    dist.all_reduce(total)
+    wrong = [] if torch.allclose(total, whole_loss, atol=1e-5) else [f"{shape}: loss {total} in place of {whole_loss}"]
+    for (name, right), (_, parameter) in zip(alone.named_parameters(), divided.named_parameters(), strict=True):
+        found = parameter.grad.full_tensor()  # type: ignore[union-attr]
+        if not torch.allclose(found, right.grad, atol=1e-5, rtol=1e-4):  # type: ignore[arg-type]
+            wrong.append(f"{shape}: gradient of {name} is off by {(found - right.grad).abs().max():.1e}")  # type: ignore[operator]
+    return wrong
+
+
+def test_data_sequence_and_heads_are_divided_together(tmp_path: Path) -> None:
+    """On four ranks, where one of the three dimensions has size 1."""
+    wrong = on_ranks(4, partial(compare, shapes=[(1, 2, 2), (2, 2, 1), (2, 1, 2)]), tmp_path)
+    assert not any(wrong), "\n".join(wrong)
+
+
+@pytest.mark.thorough
+def test_on_eight_ranks(tmp_path: Path) -> None:
+    wrong = on_ranks(8, partial(compare, shapes=[(2, 2, 2)]), tmp_path)
+    assert not any(wrong), "\n".join(wrong)

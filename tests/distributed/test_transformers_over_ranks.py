@@ -1,0 +1,131 @@
+"""Models of transformers on two ranks: loss, logits and gradients are those of one process under "eager"."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.distributed import ContextParallel
+
+from .on_ranks import on_ranks
+
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package"),
+    pytest.mark.filterwarnings("ignore"),  # of torch's own start of processes
+]
+pytest.importorskip("transformers")  # the extra weft-attention[transformers]
+
+SIZES = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def models() -> dict[str, tuple[type, Any]]:
+    """A window alone; windows and soft caps in turn with all keys; windows and sinks in turn with sinks; chunks."""
+    from transformers import (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        GptOssConfig,
+        GptOssForCausalLM,
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        MistralConfig,
+        MistralForCausalLM,
+    )  # fmt: skip
+
+    return {
+        "mistral": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=9)),
+        "gemma 2": (Gemma2ForCausalLM, Gemma2Config(**SIZES, sliding_window=7, attn_logit_softcapping=5.0,
+                                                    query_pre_attn_scalar=8)),
+        "gpt-oss": (GptOssForCausalLM, GptOssConfig(**SIZES, sliding_window=6, num_local_experts=2,
+                                                    num_experts_per_tok=1)),
+        "llama 4": (Llama4ForCausalLM, Llama4TextConfig(**SIZES, intermediate_size_mlp=48, num_local_experts=2,
+                                                        attention_chunk_size=10)),
+    }  # fmt: skip
+
+
+def compared(rank: int) -> list[str]:
+    from weft.integrations import transformers as door
+
+    door.register()
+    cp, wrong = ContextParallel(), []
+    tokens = torch.randint(1, 50, (2, 33), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[:, 5:8] = -100
+    for name, (kind, config) in models().items():
+        torch.manual_seed(2)
+        alone = kind._from_config(config, attn_implementation="eager")
+        divided = kind._from_config(config, attn_implementation="weft")
+        divided.load_state_dict(alone.state_dict())
+        if name == "mistral":
+            divided.gradient_checkpointing_enable()
+        assert name == "llama 4" or not alone.supports_context_parallel  # transformers itself does not
+        right = alone(tokens, labels=labels, use_cache=False)
+        right.loss.backward()
+        with door.context_parallel(cp, tokens.shape[1]) as rows:
+            found = divided(**rows.inputs(tokens, labels), use_cache=False)
+        found.loss.backward()  # layers that are computed again here are outside of the region
+        loss = found.loss.detach()
+        dist.all_reduce(loss)
+        logits = rows.unshard(found.logits.detach())
+        if not torch.allclose(loss, right.loss, atol=1e-5):
+            wrong.append(f"{name}: loss {loss} in place of {right.loss}")
+        if not torch.allclose(logits, right.logits, atol=1e-4):
+            wrong.append(f"{name}: logits are off by {(logits - right.logits).abs().max():.1e}")
+        for (n, p), q in zip(alone.named_parameters(), divided.parameters(), strict=True):
+            gradient = torch.zeros_like(p) if q.grad is None else q.grad
+            dist.all_reduce(gradient)
+            if p.grad is not None and not torch.allclose(gradient, p.grad, atol=1e-5, rtol=1e-4):
+                wrong.append(f"{name}: gradient of {n} is off by {(gradient - p.grad).abs().max():.1e}")
+    return wrong + refused(cp)
+
+
+def refused(cp: ContextParallel) -> list[str]:
+    from transformers import T5Config, T5Model
+
+    from weft.integrations import transformers as door
+
+    kind, config = models()["mistral"]
+    model = kind._from_config(config, attn_implementation="weft")
+    tokens, wrong = torch.randint(1, 50, (2, 32), generator=torch.Generator().manual_seed(1)), []
+
+    def told(expected: str, call: Any) -> None:
+        try:
+            with door.context_parallel(cp, 32) as rows:
+                call(rows)
+            wrong.append(f"nothing was said: {expected}")
+        except (weft.WeftError, weft.UnavailableError) as error:
+            if expected not in str(error):
+                wrong.append(f"expected {expected!r}, got {error}")
+
+    told("expected 16 queries and keys, the rows of rank", lambda rows: model(tokens))
+    padded = torch.ones(2, 16, dtype=torch.int64)
+    padded[0, :3] = 0
+    told(
+        "padding: an attention_mask of one rank", lambda rows: model(**rows.inputs(tokens) | {"attention_mask": padded})
+    )
+    starts_anew = {"attention_mask": None, "position_ids": (torch.arange(16) % 7).expand(2, -1), "use_cache": False}
+    told("the mask reads a tensor by row", lambda rows: model(**rows.inputs(tokens) | starts_anew))
+    told("regions are not put into each other", lambda rows: door.context_parallel(cp, 32).__enter__())
+    dropping = kind._from_config(config, attn_implementation="weft").train()
+    for layer in dropping.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    told("dropout is not divided over ranks", lambda rows: dropping(**rows.inputs(tokens)))
+    small = T5Config(vocab_size=50, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+    biased = T5Model._from_config(small, attn_implementation="weft").encoder
+    told("position_bias: not divided over ranks", lambda rows: biased(rows.shard(tokens)))
+    pairs = {"attention_mask": torch.ones(2, 1, 16, 16, dtype=torch.bool)}
+    told("the mask that transformers makes inside, got a tensor", lambda rows: model(**rows.inputs(tokens) | pairs))
+    return wrong
+
+
+def test_models_that_transformers_does_not_divide(tmp_path: Path) -> None:
+    wrong = on_ranks(2, compared, tmp_path)
+    assert not any(wrong), "\n".join(wrong)
