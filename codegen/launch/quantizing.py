@@ -65,6 +65,7 @@ class Quantizing:
         """
         key, keys, k_descale = rows[0], caches[0], descales[0]
         value, values, v_descale = rows[1], caches[1], descales[1]
+        batches, heads, length, width = key.shape
         value_width = 0
         if value is None or values is None:
             value, values = key, keys
@@ -72,17 +73,26 @@ class Quantizing:
             value_width = value.shape[3]
         rotary = value_width > 0 and v_descale is None
         v_descale = k_descale if v_descale is None else v_descale
-        batches, heads, length, width = key.shape
         given = (slots, key, value, keys, values, k_descale, v_descale)
-        strides = [step for t in given[1:] for step in t.stride()[:3]]
-        read = key.data_ptr() | value.data_ptr() | _joined(strides[:6]) * key.element_size()
-        constants = {
-            "ROWS": _ROWS_OF_STEP, "KEY_WIDTH": width, "KEY_BLOCK": _power(width), "VALUE_WIDTH": value_width,
-            "VALUE_BLOCK": _power(value_width), "MOST": torch.finfo(keys.dtype).max, "BY_TOKEN": by_token,
-            "ALIGNED": read & 15 == 0, "STARTS_EARLY": self._starts_early, "ROTARY": rotary,
-        }  # fmt: skip
+        of_key, of_value = key.stride()[:3], value.stride()[:3]
+        strides = (
+            *of_key, *of_value, *keys.stride()[:3], *values.stride()[:3], *k_descale.stride()[:3],
+            *v_descale.stride()[:3],
+        )  # fmt: skip
+        steps = of_key[0] | of_key[1] | of_key[2] | of_value[0] | of_value[1] | of_value[2]
+        is_aligned = (key.data_ptr() | value.data_ptr() | steps * key.element_size()) & 15 == 0
+        dtypes = key.dtype, value.dtype, keys.dtype, values.dtype
+        kind = (APPEND, *dtypes, width, value_width, by_token, rotary, is_aligned)
+        ready = self._runs.get(kind)
+        if ready is None:  # a step of a decode makes none of this again
+            constants = {
+                "ROWS": _ROWS_OF_STEP, "KEY_WIDTH": width, "KEY_BLOCK": _power(width), "VALUE_WIDTH": value_width,
+                "VALUE_BLOCK": _power(value_width), "MOST": torch.finfo(keys.dtype).max, "BY_TOKEN": by_token,
+                "ALIGNED": is_aligned, "STARTS_EARLY": self._starts_early, "ROTARY": rotary,
+            }  # fmt: skip
+            ready = self._runs[kind] = self._prepared(APPEND, given, 4, len(strides), constants, 4)
         programs = -(-batches * length // _ROWS_OF_STEP) * heads
-        self._launch(APPEND, given, (batches * length, length, heads, keys.shape[2]), strides, constants, programs)
+        self._run(ready, programs, given, (batches * length, length, heads, keys.shape[2]), strides)
 
     def _launch(
         self, name: str, tensors: Sequence[Tensor], sizes: Sequence[int], strides: Sequence[int],
@@ -92,6 +102,12 @@ class Quantizing:
         ready = self._runs.get(kind)
         if ready is None:
             ready = self._runs[kind] = self._prepared(name, tensors, len(sizes), len(strides), constants, warps)
+        self._run(ready, programs, tensors, sizes, strides)
+
+    def _run(
+        self, ready: tuple[Any, tuple[object, ...]], programs: int, tensors: Sequence[Tensor], sizes: Sequence[int],
+        strides: Sequence[int],
+    ) -> None:  # fmt: skip
         run, fixed = ready
         places = tensors if self._interprets else [t.data_ptr() for t in tensors]
         stream = 0 if self._interprets else self._launching.current_stream(self._device)

@@ -91,10 +91,14 @@ def _quantized_on_gpu(
     key: Tensor, value: Tensor | None, keys: Tensor, values: Tensor | None, slots: Tensor, k_descale: Tensor,
     v_descale: Tensor | None, by_token: bool,
 ) -> None:  # fmt: skip
-    if slots.numel():
-        with torch.cuda.device(key.device):  # Triton launches on the current one
-            kernel = quantizing(key.get_device(), False)
-            kernel.append((key, value), (keys, values), slots, (k_descale, v_descale), by_token)
+    if not slots.numel():
+        return
+    device = key.get_device()
+    given = (key, value), (keys, values), slots, (k_descale, v_descale), by_token
+    if device == torch.cuda.current_device():
+        return quantizing(device, False).append(*given)
+    with torch.cuda.device(device):  # Triton launches on the current one
+        quantizing(device, False).append(*given)
 
 
 def _quantized_on_cpu(

@@ -107,6 +107,7 @@ HELPERS = {
     "in_compute_type",
     "new_tables",
     "fits_one_piece",
+    "where_seen",  # clears rows of dout
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import weft
 from weft import head, kv_pos, masks, q_pos, score
 from weft.codegen import products
+from weft.codegen.launch.quantizing import Quantizing
 
 from ..recorded import Recorded
 from ..support import calls_of
@@ -86,3 +88,24 @@ def test_results_lie_as_they_do_where_they_are_made_by_tiles() -> None:
         assert out.stride() == of_tiles.stride()
         assert out.stride() == query.stride() or query is first or query is one
         assert lse.stride() == lse_of_tiles.stride() and lse.dtype == torch.float32
+
+
+def test_a_step_appended_to_an_fp8_cache_is_a_lookup_and_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """22 calls of functions in November 2026; 32 before constants of the kernel were kept by the kind of rows."""
+    made: list[object] = []
+    launches = Quantizing.__new__(Quantizing)  # without a device
+    launches._launching, launches._device, launches._interprets = SimpleNamespace(current_stream=int), 0, False
+    launches._starts_early, launches._runs = False, {}
+    monkeypatch.setattr(launches, "_prepared", lambda *given: made.append(given) or (lambda *given: None, ()))
+    rows = torch.randn(2, 8, 1, 64)
+    pool, descales = torch.zeros(4, 8, 16, 64).to(torch.float8_e4m3fn), torch.ones(4, 8, 16, 1)
+    slots = torch.tensor([[3], [17]], dtype=torch.int32)
+
+    def step(by_token: bool = True) -> None:
+        launches.append((rows, rows), (pool, pool), slots, (descales, descales), by_token)
+
+    step()
+    assert calls_of(step) <= 24
+    assert len(made) == 1
+    step(by_token=False)
+    assert len(made) == 2

@@ -20,12 +20,12 @@ TITLES = {
     "not built": "Not built small by the sweep, so not looked at",
 }  # fmt: skip
 UNBUILT = {  # reasons in a few words, by what transformers says
-    "has lists and numbers by layer that only a checkpoint's configuration has": r"homogeneous|"
-    r"NoneType.*(len|//|subscr)|(len\(\)|subscriptable)|KeyError: \d|tie_weights_keys",
-    "runs inside of another model, whose states it takes": r"shared_kv_states|'state'|action_embeds|"
-    r"inputs_embeds. are .None",
+    "has lists and numbers by layer that only a checkpoint's configuration has": (
+        r"homogeneous|//: 'NoneType'|NoneType.*(len\(\)|subscriptable)|KeyError: \d|tie_weights_keys"
+    ),
+    "runs inside of another model, whose states it takes": r"shared_kv_states|'state'|action_embeds",
     "takes images in pairs, or beside prompts and masks": r"5D tensor|prompt_pixel|merge_sizes|288, 288|448",
-    "takes sounds that its own feature extractor makes": r"[Aa]udio|input_features|expected input\[2, 64, \d+\]|mono",
+    "takes sounds that its own feature extractor makes": (r"[Aa]udio|input_features|expected input\[2, 64, \d+\]|mono"),
 }
 
 
