@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compiler.planning.records import Shape
-from ..ir.attention import Attention
+from ..ir.attention import SEED, Attention
 from ..ir.errors import Problem, UnavailableError, WeftError, collected, second_derivative
+from ..ir.expr import Scalar
+from ..ir.philox import drawn_seed
 from ..runtime.call import Call, Choices, Dense, Packed, Sequences, choices_of
-from ..runtime.check.operands import as_number, check_operands
+from ..runtime.check.operands import as_number, check_dropout, check_operands, seed_of
 from ..runtime.check.tensors import DTYPES, main_problems
 from ..runtime.options import CallOptions
 from ..runtime.run.variant import Variant, variant_of
@@ -105,13 +107,15 @@ class ContextParallel:
     # -- attention -----------------------------------------------------------------------------------------------------
     def attention(
         self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, *, plan: ShardPlan,
-        return_lse: bool = False, target: str | None = None, deterministic: bool | None = None, **operands: Any,
+        return_lse: bool = False, target: str | None = None, deterministic: bool | None = None,
+        seed: int | Tensor | None = None, train: bool = True, **operands: Any,
     ) -> Any:  # fmt: skip
         """out [B, Hq, rows, Dv] of this rank's queries over all keys, or (out, lse).
 
         query [B, Hq, rows, D], key [B, Hkv, rows, D], value [B, Hkv, rows, Dv]: this rank's rows, as `shard` gives
         them. operands: the variant's own, whole on each rank; their gradients are summed over ranks. Positions, heads
-        and lengths in the variant are those of the whole sequence.
+        and lengths in the variant are those of the whole sequence. seed, train: of dropout, as in calls on one device,
+        which drop the same pairs; a seed that is a tensor, or that is drawn, is the one of the first rank.
 
         Raises WeftError on all ranks where one of them calls something else.
         """
@@ -121,14 +125,24 @@ class ContextParallel:
                 "around it"
             )
         operands = {n: v for n, v in operands.items() if n not in attention.unread}  # as other calls do
-        problem = self._problem(attention, query, key, value, plan, operands)
+        if attention.drops and not train:
+            attention, plan, operands = _undropped(attention, plan, operands)
+        problem = None
+        try:
+            operands |= _seed(attention, operands, seed, query)
+        except WeftError as error:
+            problem = error
+        problem = problem or self._problem(attention, query, key, value, plan, operands)
         if return_lse and not attention.weighs.saves_lse:
             what = f"the normalizer {attention.normalizer} has no log-sum-exp"
             raise WeftError.of(str(attention.name), Problem(option="return_lse", what=what))
         if self.agreement is not None:
-            self.agreement.check(_told(attention, query, key, value, plan, operands, return_lse), problem)
+            told = _told(attention, query, key, value, plan, operands, return_lse)
+            self.agreement.check({**told, "seed": str(seed) if isinstance(seed, int) else ""}, problem)
         if problem is not None:
             raise problem
+        if attention.drops and not isinstance(seed, int):
+            dist.broadcast(operands[SEED.name], dist.get_global_rank(self.group, 0), self.group)
         own = {p.name: p for p in attention.parameters}
         given = {n: v if isinstance(v, Tensor) else as_number(v, KINDS[own[n].dtype])
                  for n, v in operands.items() if n in own}  # fmt: skip
@@ -177,6 +191,27 @@ class ContextParallel:
         except WeftError as error:
             return error
         return None
+
+
+def _undropped(
+    attention: Attention, plan: ShardPlan, operands: dict[str, Any]
+) -> tuple[Attention, ShardPlan, dict[str, Any]]:
+    """The same of the variant without dropout. A plan of another variant stays as it is, and is refused."""
+    rest = attention.replace(dropout=0.0)
+    if plan.attention == attention:
+        plan = plan.undropped
+    share = attention.dropout.name if isinstance(attention.dropout, Scalar) else None
+    return rest, plan, {n: v for n, v in operands.items() if n != share}
+
+
+def _seed(attention: Attention, operands: Mapping[str, Any], seed: object, query: object) -> dict[str, Tensor]:
+    """The seed as kernels take it, memory of its own, where weights are dropped. Raises WeftError for a wrong one."""
+    device = query.device if isinstance(query, Tensor) else torch.device("cpu")
+    given = seed_of(str(attention.name), seed, device)
+    if not attention.drops:
+        return {}
+    check_dropout(attention, operands)
+    return {SEED.name: drawn_seed(device) if given is None else given.clone()}
 
 
 def _whole_call(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..ir.attention import Attention
 from ..ir.expr import TensorOperand
+from ..ir.philox import TOGETHER
 from ..merging import lse_and_shares
 from ..runtime.call import MAIN, BackwardCall, Call, Choices, Dense, Packed, Sequences
 from ..runtime.ops.library import as_read
@@ -34,11 +35,15 @@ class Portions:
     """The portions of a plan, and the variants that they are computed with."""
 
     def __init__(self, plan: ShardPlan) -> None:
-        whole: Attention = placed(plan.attention, packed=plan.starts is not None)
         self.plan, self.names = plan, names_beside(plan.attention)
-        self.with_sink, self.others = variant_of(whole), variant_of(without_sink(whole))
-        self.has_sink = whole.folded_sink is not None
+        self.has_sink, self.drops = plan.attention.folded_sink is not None, plan.attention.drops
+        self.variant = cache(self._variant)
         self.portions, self.sinks, self.packed = cache(self._portions), cache(self._sinks), cache(self._packed)
+
+    def _variant(self, sink: bool, in_step: bool) -> Variant:
+        """sink: with that of the variant. in_step: all first keys lie where dropout draws many at once."""
+        found: Attention = placed(self.plan.attention, packed=self.plan.starts is not None, in_step=in_step)
+        return variant_of(found if sink else without_sink(found))
 
     def _portions(self, rank: int) -> list[list[Portion]]:
         """Of each step. The first portion that has all queries of a task has their sink."""
@@ -66,18 +71,19 @@ class Portions:
     ) -> tuple[Variant, Call]:
         """tensors: query, key and value of the portion."""
         plan, names = self.plan, self.names
-        variant = self.with_sink if portion.sink else self.others
         beside: dict[str, Any]
         if plan.starts is None:
             beside = {names.first_key: portion.keys[0], names.q_len: plan.sizes.q_len, names.kv_len: plan.sizes.kv_len}
             sequences: Sequences = Dense(plan.q_offset + portion.queries[0] - portion.keys[0])
+            in_step = portion.keys[0] % TOGETHER == 0
         else:
-            sequences, beside = self.packed(portion, tensors[0].device)
+            sequences, beside, in_step = self.packed(portion, tensors[0].device)
+        variant = self.variant(portion.sink, in_step and self.drops)
         given = {n: operands[n] if n in operands else beside[n] for n in variant.names}
         return variant, Call(*tensors, None, given, sequences, choices, plan.sizes.head_dim)
 
-    def _packed(self, portion: Portion, device: torch.device) -> tuple[Packed, dict[str, Any]]:
-        """Where the rows of packed sequences lie in a portion, and what a placed variant reads of them."""
+    def _packed(self, portion: Portion, device: torch.device) -> tuple[Packed, dict[str, Any], bool]:
+        """Where the rows of packed sequences lie in a portion, what a placed variant reads of them, and `in_step`."""
         plan, names = self.plan, self.names
         assert plan.starts is not None
         (first, end), (first_key, end_key) = portion.queries, portion.keys
@@ -94,7 +100,7 @@ class Portions:
         )
         beside = {names.first_key: first_keys, names.q_len: all_rows, names.kv_len: all_rows, names.batch: number}
         beside[names.last] = max(0, plan.longest - 1)
-        return Packed(cu_q, cu_kv, q_offset), beside
+        return Packed(cu_q, cu_kv, q_offset), beside, all(n % TOGETHER == 0 for n in firsts)
 
 
 class Joined:
@@ -104,7 +110,7 @@ class Joined:
     """
 
     def __init__(self, query: Tensor, width: int, parts: Portions) -> None:
-        facts = parts.with_sink.facts
+        facts = parts.variant(True, False).facts
         self.is_far, self.sums = facts.scores_lie_far, not facts.attention.weighs.saves_lse
         self.parts, self.query = parts, query
         batch, heads, rows = query.shape[:3]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +18,7 @@ from ..compiler.planning.records import Shape
 from ..ir.attention import Attention
 from ..ir.errors import Problem, UnavailableError, WeftError, counted, shown
 from ..ir.numbers import is_int
+from ..ir.philox import TOGETHER
 from . import rows
 from .rows import Deal, Run, Runs, common, count, joined, without
 from .seen import PackedSight, Sight
@@ -30,6 +32,7 @@ _CHUNKS = 8  # of a rank, where chunks are dealt by visible pairs
 # Shares of what long matrix products reach that attention kernels reach, and passes of a backward for each of a forward
 # (docs/performance.md has the rows).
 _FORWARD, _BACKWARD, _PRODUCTS = 0.8, 0.65, 2.5
+_NEAR = 1.03  # times as long as the fastest: plans that are as good
 _ONE_MORE = 40e-6  # seconds that one more call and joining its result take of the host, at least
 _JOINED_BYTES = 16  # that joining two results moves for each element of out
 
@@ -94,14 +97,23 @@ class ShardPlan:
     starts: tuple[int, ...] | None = None  # the first row of each packed sequence, and the end of the last
     looked_at: Mapping[str, Any] = field(default_factory=dict)  # operands whose values the plan stands on
     versions: Mapping[str, int] = field(default_factory=dict)  # of those that are tensors, when they were looked at
-    # other strategies that were thought of: name, seconds, times as fast as one device
-    others: tuple[tuple[str, float, float], ...] = ()
+    thought_of: Callable[[], tuple[tuple[str, float, float], ...]] | None = field(default=None, repr=False)
+
+    @cached_property
+    def others(self) -> tuple[tuple[str, float, float], ...]:
+        """Other strategies that were thought of: name, seconds, times as fast as one device."""
+        return () if self.thought_of is None else self.thought_of()
 
     @property
     def longest(self) -> int:
         """Rows of the longest packed sequence."""
         assert self.starts is not None
         return max((b - a for a, b in pairwise(self.starts)), default=0)
+
+    @cached_property
+    def undropped(self) -> ShardPlan:
+        """The same of the variant without dropout."""
+        return replace(self, attention=self.attention.replace(dropout=0.0))
 
     @cached_property
     def told(self) -> str:
@@ -183,9 +195,7 @@ class ShardPlan:
         """By a simple model: products at the rate that attention kernels reach, rows at that of links, both at once
         where a step computes while the next one's keys travel."""
         sizes, machine = self.sizes, self.hardware
-        flops = 2 * sizes.batch * sizes.heads * (sizes.head_dim + sizes.value_dim)
-        rate = machine.matrix_flops(sizes.dtype)
-        seconds = flops / rate / _FORWARD, _PRODUCTS * flops / rate / _BACKWARD  # of a pair
+        seconds = _seconds_of_a_pair(sizes, machine)
         alone = sum(self.pairs) * sum(seconds)
         if self.strategy == "heads":
             return self._predicted_of_heads(seconds, alone)
@@ -272,13 +282,31 @@ def plan(
     starts = None if cu_seqlens is None else _starts(cu_seqlens, sizes, q_offset)
     offset = keys - length if q_offset is None else q_offset
     machine = hardware.this_machine() if device is None else hardware.by_name(device)
+    asked = attention, sizes, offset, ranks, machine, links or Links(), starts, strategy, balance
+    if all(isinstance(v, (int, float)) for v in operands.values()):
+        return _kept(*asked, tuple((n, type(v), v) for n, v in sorted(operands.items())))
+    return _planned(*asked, operands)
+
+
+@lru_cache(maxsize=128)
+def _kept(*asked: Any) -> ShardPlan:
+    """The plan that was made for the same numbers before, with what is known of it."""
+    *of_call, numbers = asked
+    make: Callable[..., ShardPlan] = _planned
+    return make(*of_call, {n: v for n, _, v in numbers})
+
+
+def _planned(
+    attention: Attention, sizes: Shape, offset: int, ranks: int, machine: Hardware, links: Links,
+    starts: tuple[int, ...] | None, strategy: str, balance: str, operands: Mapping[str, Any],
+) -> ShardPlan:  # fmt: skip
     sight: Sight | PackedSight
     if starts is None:
         sight = Sight(attention, sizes, offset, operands)
     else:
         sight = PackedSight(attention, sizes, starts, operands)
     looked_at = {n: operands[n] for n in sorted(sight.stands_on)}
-    maker = _Maker(attention, sizes, offset, ranks, machine, links or Links(), sight, looked_at, starts)
+    maker = _Maker(attention, sizes, offset, ranks, machine, links, sight, looked_at, starts)
     return maker.best(strategy, balance)
 
 
@@ -299,11 +327,6 @@ def refuse(attention: Attention) -> None:
         raise UnavailableError(
             f"{attention.name}: latent attention is not divided over ranks by sequence; expand keys and values, and "
             "call a variant without latent="
-        )
-    if attention.drops:
-        raise UnavailableError(
-            f"{attention.name}: dropout is not divided over ranks by sequence: its draws count rows from 0 on each; "
-            "use train=False, or dropout=0"
         )
 
 
@@ -344,6 +367,13 @@ def _check(ranks: int, sizes: Shape, strategy: str, balance: str) -> None:
         raise WeftError(f"plan: strategy='heads': {why}")
 
 
+def _seconds_of_a_pair(sizes: Shape, machine: Hardware) -> tuple[float, float]:
+    """That products take for a pair of a head of a batch row, forward and backward, of all heads and batch rows."""
+    flops = 2 * sizes.batch * sizes.heads * (sizes.head_dim + sizes.value_dim)
+    rate = machine.matrix_flops(sizes.dtype)
+    return flops / rate / _FORWARD, _PRODUCTS * flops / rate / _BACKWARD
+
+
 def _not_by_heads(sizes: Shape, ranks: int) -> str | None:
     """Why heads cannot be divided; None where they can."""
     if sizes.heads % ranks:
@@ -369,63 +399,103 @@ class _Maker:
 
     def best(self, strategy: str, balance: str) -> ShardPlan:
         """The one that is predicted to be fastest; of those within 3 %, that with the simplest strategy."""
-        tried = list(self._candidates(strategy, balance))
-        least = min(p.predicted.seconds for p in tried)
-        near = [p for p in tried if p.predicted.seconds <= 1.03 * least]
+        tried, least, candidates = list[ShardPlan](), math.inf, self._candidates(strategy, balance)
+        if len(candidates) == 1:
+            return candidates[0][1]()
+        for pairs, make in candidates:
+            if pairs * self._seconds > _NEAR * least:
+                break  # its products alone take longer
+            tried.append(make())
+            least = min(least, tried[-1].predicted.seconds)
+        near = [p for p in tried if p.predicted.seconds <= _NEAR * least]
         found = min(near, key=lambda p: (STRATEGIES.index(p.strategy), p.predicted.seconds))
-        return replace(found, others=self._others(tried, found))
+        return replace(found, thought_of=partial(self._others, found, strategy, balance))
 
-    @staticmethod
-    def _others(tried: list[ShardPlan], found: ShardPlan) -> tuple[tuple[str, float, float], ...]:
+    def _others(self, found: ShardPlan, strategy: str, balance: str) -> tuple[tuple[str, float, float], ...]:
         """Of each other strategy the fastest plan: its name, seconds, and times as fast as one device."""
         fastest: dict[str, ShardPlan] = {}
-        for p in tried:
-            if p.strategy != found.strategy:
+        for _, make in self._candidates(strategy, balance):
+            if (p := make()).strategy != found.strategy:
                 known = fastest.setdefault(p.strategy, p)
                 fastest[p.strategy] = min(known, p, key=lambda plan: plan.predicted.seconds)
         return tuple((f"{p.strategy}, {p.balance}", p.predicted.seconds, p.predicted.gain) for p in fastest.values())
 
-    def _candidates(self, strategy: str, balance: str) -> Iterator[ShardPlan]:
-        strategies = STRATEGIES if strategy == AUTO else (strategy,)
-        for name in BALANCES if balance == AUTO else (balance,):
-            dealt = self._dealt(name)
-            for kind in strategies:
-                if kind == "heads" and _not_by_heads(self.sizes, self.ranks):
+    def _candidates(self, strategy: str, balance: str) -> list[tuple[float, Callable[[], ShardPlan]]]:
+        """Plans to choose from, with the visible pairs of the rank that has most: those with the fewest first."""
+        found: list[tuple[float, Callable[[], ShardPlan]]] = []
+        names = BALANCES if balance == AUTO else (balance,)
+        self._pairs([run for name in names for run in self._chunks(name)])  # of all at once
+        for name in names:
+            dealt, pairs = cache(partial(self._dealt, name)), self._pairs_of(self._deal(name))
+            for kind in STRATEGIES if strategy == AUTO else (strategy,):
+                if kind == "gather" and strategy == AUTO:  # exchange never sends more
                     continue
-                if not (kind == "gather" and strategy == AUTO):  # exchange never sends more
-                    yield replace(dealt, strategy=kind, balance=name)  # type: ignore[arg-type]
+                if kind == "heads" and (name != names[0] or _not_by_heads(self.sizes, self.ranks)):
+                    continue  # rows lie in order again: one balance is as good as another
+                most = sum(pairs) / self.ranks if kind == "heads" else max(pairs)
+                found.append((most, partial(_of_strategy, dealt, kind)))
+        return sorted(found, key=lambda candidate: candidate[0])
 
     def _dealt(self, balance: str) -> ShardPlan:
         queries = self._deal(balance)
         alike = self.sizes.q_len == self.sizes.kv_len
         keys = queries if alike else rows.contiguous(self.sizes.kv_len, self.ranks)
-        tasks = tuple(tuple(Task(run, self._keys(run)) for run in queries.rows(rank)) for rank in range(self.ranks))
-        pairs = tuple(sum(self._pairs(task.queries) for task in of_rank) for of_rank in tasks)
+        own = [queries.rows(rank) for rank in range(self.ranks)]
+        seen = dict(zip(every := [run for of_rank in own for run in of_rank], self.sight.keys_of(every)))
+        tasks = tuple(tuple(Task(run, seen[run]) for run in of_rank) for of_rank in own)
+        pairs = self._pairs_of(queries)
         versions = {n: v._version for n, v in self.looked_at.items() if isinstance(v, Tensor)}
         return ShardPlan(
-            self.attention, self.sizes, self.q_offset, self.ranks, "exchange", "contiguous", queries, keys, tasks,
+            self.attention, self.sizes, self.q_offset, self.ranks, "exchange", balance, queries,  # type: ignore[arg-type]
+            keys, tasks,
             pairs, self.machine, self.links, self.sight, self.starts, self.looked_at, versions,
         )  # fmt: skip
+
+    def _chunks(self, balance: str) -> Runs:
+        """Of a deal by visible pairs: chunks as long as each other, apart from the last. Of others their own."""
+        if balance != "pairs":
+            return self._deal(balance).chunks
+        length, ranks = self.sizes.q_len, self.ranks
+        number = ranks * max(1, min(_CHUNKS, rows.MOST_CHUNKS // ranks, length // ranks))
+        return Deal(length, rows.chunk_of(length, number, self._multiple), (0,) * number, ranks).chunks
 
     def _deal(self, balance: str) -> Deal:
         length, ranks = self.sizes.q_len, self.ranks
         if balance == "pairs":
-            number = ranks * max(1, min(_CHUNKS, rows.MOST_CHUNKS // ranks, length // ranks))
-            size = rows.chunk_of(length, number)
-            ends = [(min(length, n * size), min(length, (n + 1) * size)) for n in range(number)]
-            return rows.by_pairs(length, ranks, [self._pairs(run) for run in ends])
-        deals: dict[str, Callable[[int, int], Deal]] = {
-            "contiguous": rows.contiguous, "zigzag": rows.zigzag, "striped": rows.striped,
-        }  # fmt: skip
-        return deals[balance](length, ranks)
+            return rows.by_pairs(length, ranks, self._pairs(self._chunks(balance)), self._multiple)
+        if balance == "contiguous":
+            return rows.contiguous(length, ranks)
+        return {"zigzag": rows.zigzag, "striped": rows.striped}[balance](length, ranks, self._multiple)
+
+    @property
+    def _multiple(self) -> int:
+        """Of rows, where chunks begin: there share keys the draws of dropout."""
+        return TOGETHER if self.attention.drops else 1
+
+    def _pairs_of(self, deal: Deal) -> tuple[int, ...]:
+        """Of each rank."""
+        found = [0] * self.ranks
+        for owner, pairs in zip(deal.owners, self._pairs(deal.chunks)):
+            found[owner] += pairs
+        return tuple(found)
 
     @cached_property
-    def _keys(self) -> Callable[[Run], Runs]:
-        return cache(self.sight.keys)
+    def _seconds(self) -> float:
+        return sum(_seconds_of_a_pair(self.sizes, self.machine))
+
+    def _pairs(self, runs: Sequence[Run]) -> list[int]:
+        """Of each of these."""
+        if more := [run for run in dict.fromkeys(runs) if run not in self._counted]:
+            self._counted.update(zip(more, self.sight.pairs_of(more)))
+        return [self._counted[run] for run in runs]
 
     @cached_property
-    def _pairs(self) -> Callable[[Run], int]:
-        return cache(self.sight.pairs)
+    def _counted(self) -> dict[Run, int]:
+        return {}
+
+
+def _of_strategy(dealt: Callable[[], ShardPlan], strategy: str) -> ShardPlan:
+    return replace(dealt(), strategy=strategy)  # type: ignore[arg-type]
 
 
 def stands_on(plan: ShardPlan, name: str, given: Any) -> bool:

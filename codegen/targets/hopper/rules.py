@@ -93,6 +93,7 @@ COMMON = (
         lambda c: f"needs bf16 or fp16 operands, got {c.signature.dtype}",
     ),
     Refusal(lambda c: lacks(c.attention.weighs, "hopper"), lambda c: str(lacks(c.attention.weighs, "hopper"))),
+    Refusal(lambda c: c.attention.folded_origin, f"parts of calls with dropout are {_BY_TRITON}"),
     Refusal(lambda c: not c.sequences.in_order, lambda c: f"{not_in_order(c.sequences)} are {_BY_TRITON}"),
     Refusal(
         lambda c: not c.sequences.keys.is_box or c.sequences.is_outside,
