@@ -17,12 +17,13 @@ from ..ir.expr import Scalar
 from ..ir.philox import drawn_seed
 from ..runtime.call import Call, Choices, Dense, Packed, Sequences, choices_of
 from ..runtime.check.operands import as_number, check_dropout, check_operands, seed_of
-from ..runtime.check.tensors import DTYPES, main_problems
-from ..runtime.options import CallOptions
+from ..runtime.check.tensors import DTYPES, check_latent, main_problems
+from ..runtime.options import CallOptions, Form
 from ..runtime.run.variant import Variant, variant_of
 from . import agreement, by_heads, shardplan
 from .collectives import all_gather
-from .exchange import AtHand, Fetch, Route
+from .exchange import AtHand, Fetch, Route, Tensors
+from .latent import Keys, Projected, Projections, absorbed, form_of
 from .portions import (
     Joined,
     Portion,
@@ -36,7 +37,7 @@ from .portions import (
     sink_gradients,
     wide,
 )
-from .rows import Deal, Run, count, places
+from .rows import Deal, Run, Runs, count, places
 from .seen import decisive_tensors
 from .shardplan import AUTO, Links, ShardPlan, stands_on
 
@@ -106,16 +107,19 @@ class ContextParallel:
 
     # -- attention -----------------------------------------------------------------------------------------------------
     def attention(
-        self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, *, plan: ShardPlan,
+        self, attention: Attention, query: Tensor, key: Tensor, value: Tensor | None = None, *, plan: ShardPlan,
         return_lse: bool = False, target: str | None = None, deterministic: bool | None = None,
-        seed: int | Tensor | None = None, train: bool = True, **operands: Any,
+        seed: int | Tensor | None = None, train: bool = True, uk: Tensor | None = None, uv: Tensor | None = None,
+        form: Form | None = None, **operands: Any,
     ) -> Any:  # fmt: skip
         """out [B, Hq, rows, Dv] of this rank's queries over all keys, or (out, lse).
 
         query [B, Hq, rows, D], key [B, Hkv, rows, D], value [B, Hkv, rows, Dv]: this rank's rows, as `shard` gives
         them. operands: the variant's own, whole on each rank; their gradients are summed over ranks. Positions, heads
         and lengths in the variant are those of the whole sequence. seed, train: of dropout, as in calls on one device,
-        which drop the same pairs; a seed that is a tensor, or that is drawn, is the one of the first rank.
+        which drop the same pairs; a seed that is a tensor, or that is drawn, is the one of the first rank. uk, uv,
+        form: of latent attention, as in calls on one device, with this rank's rows of the cache in place of key. uk and
+        uv are whole on each rank, and so are their gradients.
 
         Raises WeftError on all ranks where one of them calls something else.
         """
@@ -132,32 +136,44 @@ class ContextParallel:
             operands |= _seed(attention, operands, seed, query)
         except WeftError as error:
             problem = error
-        problem = problem or self._problem(attention, query, key, value, plan, operands)
+        latent = Projected(uk, uv, form)
+        problem = problem or self._problem(attention, query, key, value, plan, operands, latent)
         if return_lse and not attention.weighs.saves_lse:
             what = f"the normalizer {attention.normalizer} has no log-sum-exp"
             raise WeftError.of(str(attention.name), Problem(option="return_lse", what=what))
         if self.agreement is not None:
-            told = _told(attention, query, key, value, plan, operands, return_lse)
-            self.agreement.check({**told, "seed": str(seed) if isinstance(seed, int) else ""}, problem)
+            told = _told(attention, query, key, value, plan, {**operands, **latent.tensors}, return_lse)
+            self.agreement.check(
+                {**told, "seed": str(seed) if isinstance(seed, int) else "", "form": str(form)}, problem
+            )
         if problem is not None:
             raise problem
         if attention.drops and not isinstance(seed, int):
             dist.broadcast(operands[SEED.name], dist.get_global_rank(self.group, 0), self.group)
-        own = {p.name: p for p in attention.parameters}
-        given = {n: v if isinstance(v, Tensor) else as_number(v, KINDS[own[n].dtype])
-                 for n, v in operands.items() if n in own}  # fmt: skip
+        declared = {p.name: p for p in attention.parameters}
+        given = {n: v if isinstance(v, Tensor) else as_number(v, KINDS[declared[n].dtype])
+                 for n, v in operands.items() if n in declared}  # fmt: skip
         if plan.strategy == "heads":
+            assert value is not None
             out, lse = by_heads.attended(self, plan, (query, key, value), given, return_lse, target, deterministic)
             return (out, lse) if return_lse else out
-        names = operand_names(attention)
-        state = _State(self, plan, {n: v for n, v in given.items() if n not in names},
-                       choices_of(target, None, deterministic), tuple(names))  # fmt: skip
-        out, lse = _Sharded.apply(state, query, key, value, *(given[n] for n in names))
+        names, choices = operand_names(attention), choices_of(target, None, deterministic)
+        numbers, kind, after = {n: v for n, v in given.items() if n not in names}, None, None
+        own = (key,) if value is None else (key, value)
+        if attention.latent is not None:
+            kind = form_of(attention, plan.sizes, latent, (query, key, *given.values()))
+        if kind == "expanded":
+            names, given = [*names, *latent.tensors], {**given, **latent.tensors}
+        elif uk is not None and uv is not None and attention.latent is not None:
+            query, after = absorbed(query, uk, attention.latent.rope), uv
+        state = _State(self, plan, numbers, choices, tuple(names), len(own), kind)
+        out, lse = _Sharded.apply(state, query, *own, *(given[n] for n in names))
+        out = out if after is None else torch.einsum("bhlr,hrd->bhld", out, after)
         return (out, lse) if return_lse else out
 
     def _problem(
-        self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, plan: ShardPlan,
-        operands: Mapping[str, Any],
+        self, attention: Attention, query: Tensor, key: Tensor, value: Tensor | None, plan: ShardPlan,
+        operands: Mapping[str, Any], latent: Projected,
     ) -> WeftError | None:  # fmt: skip
         """What is wrong with a call on this rank."""
         name = str(attention.name)
@@ -172,6 +188,15 @@ class ContextParallel:
             "key": (key, (sizes.batch, sizes.kv_heads, rows[1], sizes.head_dim)),
             "value": (value, (sizes.batch, sizes.kv_heads, rows[1], sizes.value_dim)),
         }
+        if attention.latent is not None:
+            columns = attention.latent.rank + attention.latent.rope
+            expected = {"query": expected["query"], "cache": (key, (sizes.batch, 1, rows[1], columns))}
+            if value is not None:
+                problems.append(Problem(operand="value", what="latent attention takes query and cache only"))
+        elif latent != Projected(None, None, None):
+            problems.append(
+                Problem(option="uk, uv, form", what="the variant is not latent", next_step="leave them out")
+            )
         for n, (tensor, shape) in expected.items():
             if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
                 got = str([*tensor.shape]) if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -185,7 +210,14 @@ class ContextParallel:
         if problems:
             return collected(name, problems)
         try:
-            check_operands(attention, operands, query.device, main_problems(query, key, value, False))
+            found: list[Problem] = []
+            if attention.latent is None:
+                found = main_problems(query, key, value, False)
+            else:
+                check_latent(attention, query, key, latent.uk, latent.uv)
+                form_of(attention, sizes, latent, (query, key, *operands.values()))
+                found = _unlike(query, {"cache": key, **latent.tensors})
+            check_operands(attention, operands, query.device, found)
             variant = variant_of(attention)
             variant.check_sizes(_whole_call(variant, plan, (query, key, value), operands))
         except WeftError as error:
@@ -214,19 +246,27 @@ def _seed(attention: Attention, operands: Mapping[str, Any], seed: object, query
     return {SEED.name: drawn_seed(device) if given is None else given.clone()}
 
 
+def _unlike(query: Tensor, others: Mapping[str, Tensor]) -> list[Problem]:
+    """Of latent attention over ranks: what has another dtype than the query."""
+    wrong = {n: t.dtype for n, t in others.items() if t.dtype != query.dtype}
+    return [Problem(operand=n, expected=f"{query.dtype} as in query", got=str(dtype)) for n, dtype in wrong.items()]
+
+
 def _whole_call(
-    variant: Variant, plan: ShardPlan, tensors: tuple[Tensor, Tensor, Tensor], operands: Mapping[str, Any]
+    variant: Variant, plan: ShardPlan, tensors: tuple[Tensor, Tensor, Tensor | None], operands: Mapping[str, Any]
 ) -> Call:
     """The call on all rows, for what is asked of its shapes: what one rank refuses, all do."""
     sizes = plan.sizes
     rows = (sizes.heads, sizes.q_len), (sizes.kv_heads, sizes.kv_len), (sizes.kv_heads, sizes.kv_len)
-    main = [t.new_empty(1).expand(sizes.batch, *of, t.shape[3]) for t, of in zip(tensors, rows)]
+    main = [None if t is None else t.new_empty(1).expand(sizes.batch, *of, t.shape[3])
+            for t, of in zip(tensors, rows)]  # fmt: skip
     given = {n: v if isinstance(v, Tensor) else as_number(v, KINDS[kind])
              for n, kind in zip(variant.names, variant.kinds) if (v := operands[n]) is not None}  # fmt: skip
     sequences: Sequences = Dense(plan.q_offset)
     if plan.starts is not None:
         starts = torch.tensor(plan.starts, dtype=torch.int32)
         sequences = Packed(starts, starts, None)
+    assert main[0] is not None and main[1] is not None
     return Call(main[0], main[1], main[2], None, given, sequences, choices_of(None, None), sizes.head_dim)
 
 
@@ -251,8 +291,8 @@ def _deal(plan: ShardPlan, length: int) -> Deal:
 
 
 def _told(
-    attention: Attention, query: Tensor, key: Tensor, value: Tensor, plan: ShardPlan, operands: Mapping[str, Any],
-    return_lse: bool,
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor | None, plan: ShardPlan,
+    operands: Mapping[str, Any], return_lse: bool,
 ) -> dict[str, str]:  # fmt: skip
     """What ranks compare: all that a mistake may differ in, by name, short."""
     tensors = {"query": query, "key": key, "value": value, **operands}
@@ -275,7 +315,14 @@ class _State(NamedTuple):
     plan: ShardPlan
     numbers: dict[str, Any]
     choices: Choices
-    names: tuple[str, ...]  # of tensor operands
+    names: tuple[str, ...]  # of tensor operands, and of uk and uv where caches are expanded
+    n_keys: int  # tensors that keys are: key and value, or a latent cache
+    form: Form | None  # of latent attention
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """Names of all tensors."""
+        return "query", *("key", "value")[: self.n_keys], *self.names
 
 
 @lru_cache(maxsize=64)
@@ -291,58 +338,87 @@ def _routes(plan: ShardPlan, rank: int, group: Any) -> list[Route]:
 class _Work:
     """One call on one rank: what forward and backward share."""
 
-    def __init__(self, state: _State, query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Tensor]) -> None:
-        self.plan, self.rank, self.choices = state.plan, state.cp.rank, state.choices
-        self.query, self.key, self.value = query, key, value
+    def __init__(self, state: _State, tensors: Sequence[Tensor]) -> None:
+        self.plan, self.rank, self.choices, self.form = state.plan, state.cp.rank, state.choices, state.form
+        self.query, self.keys = tensors[0], tuple(tensors[1 : 1 + state.n_keys])
         self.parts, self.routes = _parts(self.plan), _routes(self.plan, self.rank, state.cp.group)
         self.own = self.plan.queries.rows(self.rank)
-        self.operands = {**state.numbers, **dict(zip(state.names, tensors))}
+        self.operands = {**state.numbers, **dict(zip(state.names, tensors[1 + state.n_keys :]))}
+        self.projections: Projections | None = None
+        if self.form == "expanded":
+            assert self.plan.attention.latent is not None
+            self.projections = Projections(self.plan.attention.latent, *(self.operands.pop(n) for n in ("uk", "uv")))
 
-    def calls(self, step: int, at_hand: AtHand) -> Iterator[tuple[Portion, Variant, Call]]:
-        """The portions of a step, and how each is called."""
+    @property
+    def width(self) -> int:
+        """Columns of a result."""
+        if self.projections is not None:
+            return self.projections.uv.shape[2]
+        latent = self.plan.attention.latent
+        return self.keys[1].shape[3] if latent is None else latent.rank
+
+    def read(self, at_hand: AtHand) -> Keys:
+        """What portions of a step read."""
+        if self.projections is not None:
+            return self.projections.expanded(*at_hand.tensors)
+        return Keys(*at_hand.tensors)
+
+    def calls(self, step: int, rows: Runs, keys: Keys) -> Iterator[tuple[Portion, Variant, Call]]:
+        """The portions of a step, and how each is called. rows: those of the keys."""
         for portion in self.parts.portions(self.rank)[step]:
-            yield portion, *self._call(portion, at_hand.of(portion.keys))
+            yield portion, *self._call(portion, keys.of(*run_in(portion.keys, rows)))
 
     def sinks(self) -> Iterator[tuple[Portion, Variant, Call]]:
         """Portions without keys, of queries whose sink no other portion has."""
-        nothing = self.key[:, :, :0], self.value[:, :, :0]
-        for queries in self.parts.sinks(self.rank):
-            portion = Portion(queries, (0, 0), True)
-            yield portion, *self._call(portion, nothing)
+        if runs := self.parts.sinks(self.rank):
+            nothing = self.read(AtHand((), tuple(t[:, :, :0] for t in self.keys)))
+            for queries in runs:
+                portion = Portion(queries, (0, 0), True)
+                yield portion, *self._call(portion, nothing)
 
-    def _call(self, portion: Portion, keys: tuple[Tensor, Tensor]) -> tuple[Variant, Call]:
-        return self.parts.call(portion, (self._own(self.query, portion), *keys), self.operands, self.choices)
+    def _call(self, portion: Portion, keys: Keys) -> tuple[Variant, Call]:
+        first, end = self.rows(portion)
+        return self.parts.call(portion, self.query[:, :, first:end], keys, self.operands, self.choices)
 
     def rows(self, portion: Portion) -> Run:
         """Where the queries of a portion lie among those of the rank."""
         return run_in(portion.queries, self.own)
 
-    def _own(self, tensor: Tensor, portion: Portion) -> Tensor:
-        first, end = self.rows(portion)
-        return tensor[:, :, first:end]
+    def asked(self, wanted: frozenset[str], keys: Keys) -> frozenset[str]:
+        """Gradients of a portion for those that are wanted: where caches are expanded, of what they become."""
+        if self.projections is None or not wanted & {"key", "uk", "uv"}:
+            return wanted
+        return (wanted - {"uk", "uv"}).union(keys.named)
+
+    def of_own(self, at_hand: AtHand, found: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Tensor]]:
+        """Gradients of the rows that travelled, and of uk and uv, from those of what portions read."""
+        if self.projections is not None:
+            (cache,) = at_hand.tensors
+            return self.projections.gradients(cache, found)
+        return tuple(found[n] for n in ("key", "value")[: len(self.keys)]), {}
 
 
 class _Sharded(torch.autograd.Function):
     """Forward: keys travel to queries. Backward: in a ring they do so again, and gradients of keys travel back."""
 
     @staticmethod
-    def forward(ctx: Any, state: _State, query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> Any:
-        work = _Work(state, query, key, value, tensors)
-        done = Joined(query, value.shape[3], work.parts)
+    def forward(ctx: Any, state: _State, *tensors: Tensor) -> Any:
+        work = _Work(state, tensors)
+        done = Joined(work.query, work.width, work.parts)
         kept: list[AtHand | None] = []
-        fetch = work.routes[0].start(key, value)
+        fetch = work.routes[0].start(work.keys)
         for step in range(len(work.routes)):
             at_hand = fetch.wait()
             if step + 1 < len(work.routes):
-                fetch = work.routes[step + 1].start(key, value)
-            for portion, variant, call in work.calls(step, at_hand):
+                fetch = work.routes[step + 1].start(work.keys)
+            for portion, variant, call in work.calls(step, at_hand.rows, work.read(at_hand)):
                 done.add(work.rows(portion), *variant.forward(call))
             kept.append(None if state.plan.strategy == "ring" else at_hand)
         for portion, variant, call in work.sinks():
             done.add(work.rows(portion), *variant.forward(call))
         out, lse = done.result()
         ctx.state, ctx.kept, ctx.is_far = state, kept, done.is_far
-        ctx.save_for_backward(query, key, value, out, lse, *tensors)
+        ctx.save_for_backward(out, lse, *tensors)
         ctx.set_materialize_grads(False)
         return out, lse.sum(0) if done.is_far else lse
 
@@ -351,48 +427,51 @@ class _Sharded(torch.autograd.Function):
         state: _State = ctx.state
         if torch.is_grad_enabled():
             raise second_derivative(str(state.plan.attention.name))
-        query, key, value, out, lse, *tensors = ctx.saved_tensors
-        every = ("query", "key", "value", *state.names)
-        wanted = frozenset(n for n, need in zip(every, ctx.needs_input_grad[1:]) if need)
+        out, lse, *tensors = ctx.saved_tensors
+        wanted = frozenset(n for n, need in zip(state.every, ctx.needs_input_grad[1:]) if need)
+        query, learned = tensors[0], {n: t for n, t in zip(state.every, tensors) if n in wanted and n in state.names}
         # gradients of operands are sums over portions and ranks, which are rounded once, at the end
-        exactly = [t.to(torch.promote_types(t.dtype, wide(query))) if n in wanted else t
-                   for n, t in zip(state.names, tensors)]  # fmt: skip
-        work = _Work(state, query, key, value, exactly)
+        exactly = [t.to(torch.promote_types(t.dtype, wide(query))) if n in learned and n not in ("uk", "uv") else t
+                   for n, t in zip(state.every, tensors)]  # fmt: skip
+        work = _Work(state, exactly)
         dout = torch.zeros_like(out) if dout is None else dout
         if dlse is not None and ctx.is_far:  # kernels read the gradient of either statistic
             dlse = dlse.expand(2, *dlse.shape)
-        sums = Sums(work.query, {n: t for n, t in zip(state.names, tensors) if n in wanted})
-        dkey, dvalue = (torch.zeros(t.shape, dtype=wide(t), device=t.device) for t in (key, value))
+        sums = Sums(work.query, learned)
+        dkeys = tuple(torch.zeros(t.shape, dtype=wide(t), device=t.device) for t in work.keys)
         returns, ahead = [], dict[int, Fetch]()
         order = [*range(1, len(work.routes)), 0]  # others' keys first: gradients travel while its own are computed
         for n, step in enumerate(order):
             at_hand = ctx.kept[step]
             if at_hand is None:
-                at_hand = (ahead.pop(step, None) or work.routes[step].start(key, value)).wait()
+                at_hand = (ahead.pop(step, None) or work.routes[step].start(work.keys)).wait()
                 if n + 1 < len(order):
-                    ahead[order[n + 1]] = work.routes[order[n + 1]].start(key, value)
-            of_key, of_value = Sum(at_hand.key), Sum(at_hand.value)
-            for portion, variant, call in work.calls(step, at_hand):
+                    ahead[order[n + 1]] = work.routes[order[n + 1]].start(work.keys)
+            keys = work.read(at_hand)
+            asked, totals = work.asked(wanted, keys), {n: Sum(t) for n, t in keys.named.items()}
+            for portion, variant, call in work.calls(step, at_hand.rows, keys):
                 rows = work.rows(portion)
-                given = given_at(rows, out, lse, dout, dlse)
-                found = gradients(variant, call, given, wanted)
+                found = gradients(variant, call, given_at(rows, out, lse, dout, dlse), asked)
                 sums.add(rows, found)
                 there = run_in(portion.keys, at_hand.rows)
-                for name, total in (("key", of_key), ("value", of_value)):
+                for name, total in totals.items():
                     if name in found:
                         total.add(there, found[name])
-            if wanted & {"key", "value"}:
-                returns.append(work.routes[step].give_back(of_key.result(), of_value.result()))
+            if asked & totals.keys():
+                of_rows, of_projections = work.of_own(at_hand, {n: total.result() for n, total in totals.items()})
+                returns.append(work.routes[step].give_back(of_rows))
+                sums.add((0, 0), of_projections)
             if len(returns) > 1:  # a ring holds gradients of two steps at most
-                returns.pop(0).add_to(dkey, dvalue)
+                returns.pop(0).add_to(dkeys)
         for portion, variant, call in work.sinks():
             rows = work.rows(portion)
             given = given_at(rows, out, lse, dout, dlse)
             sums.add(rows, sink_gradients(variant, call, given, wanted))
         for returned in returns:
-            returned.add_to(dkey, dvalue)
-        found = {**sums.result(state.cp.group), "key": dkey.to(key.dtype), "value": dvalue.to(value.dtype)}
-        return None, *(found[n] if n in wanted else None for n in every)
+            returned.add_to(dkeys)
+        of_keys = {n: d.to(t.dtype) for n, d, t in zip(state.every[1:], dkeys, work.keys)}
+        found = {**sums.result(state.cp.group), **of_keys}
+        return None, *(found[n] if n in wanted else None for n in state.every)
 
 
 class _Whole(torch.autograd.Function):

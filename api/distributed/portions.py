@@ -18,6 +18,7 @@ from ..merging import lse_and_shares
 from ..runtime.call import MAIN, BackwardCall, Call, Choices, Dense, Packed, Sequences
 from ..runtime.ops.library import as_read
 from ..runtime.run.variant import Variant, variant_of
+from .latent import Keys
 from .placed import names_beside, placed, without_sink
 from .rows import Run, Runs, places
 from .shardplan import ShardPlan
@@ -67,9 +68,9 @@ class Portions:
         return [task.queries for task in self.plan.tasks[rank] if task.queries not in have]
 
     def call(
-        self, portion: Portion, tensors: tuple[Tensor, Tensor, Tensor], operands: Mapping[str, Any], choices: Choices
+        self, portion: Portion, query: Tensor, keys: Keys, operands: Mapping[str, Any], choices: Choices
     ) -> tuple[Variant, Call]:
-        """tensors: query, key and value of the portion."""
+        """query, keys: of the portion."""
         plan, names = self.plan, self.names
         beside: dict[str, Any]
         if plan.starts is None:
@@ -77,10 +78,10 @@ class Portions:
             sequences: Sequences = Dense(plan.q_offset + portion.queries[0] - portion.keys[0])
             in_step = portion.keys[0] % TOGETHER == 0
         else:
-            sequences, beside, in_step = self.packed(portion, tensors[0].device)
+            sequences, beside, in_step = self.packed(portion, query.device)
         variant = self.variant(portion.sink, in_step and self.drops)
         given = {n: operands[n] if n in operands else beside[n] for n in variant.names}
-        return variant, Call(*tensors, None, given, sequences, choices, plan.sizes.head_dim)
+        return variant, Call(query, *keys, given, sequences, choices, plan.sizes.head_dim)
 
     def _packed(self, portion: Portion, device: torch.device) -> tuple[Packed, dict[str, Any], bool]:
         """Where the rows of packed sequences lie in a portion, what a placed variant reads of them, and `in_step`."""

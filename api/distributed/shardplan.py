@@ -16,7 +16,7 @@ from ..compiler.planning.machines import hardware
 from ..compiler.planning.machines.hardware import Hardware
 from ..compiler.planning.records import Shape
 from ..ir.attention import Attention
-from ..ir.errors import Problem, UnavailableError, WeftError, counted, shown
+from ..ir.errors import Problem, WeftError, counted, shown
 from ..ir.numbers import is_int
 from ..ir.philox import TOGETHER
 from . import rows
@@ -103,6 +103,13 @@ class ShardPlan:
     def others(self) -> tuple[tuple[str, float, float], ...]:
         """Other strategies that were thought of: name, seconds, times as fast as one device."""
         return () if self.thought_of is None else self.thought_of()
+
+    @property
+    def columns(self) -> int:
+        """Of a row of keys, that travel: of all key heads and values, or of a latent cache."""
+        if self.attention.latent is not None:
+            return self.attention.latent.rank + self.attention.latent.rope
+        return self.sizes.kv_heads * (self.sizes.head_dim + self.sizes.value_dim)
 
     @property
     def longest(self) -> int:
@@ -199,7 +206,7 @@ class ShardPlan:
         alone = sum(self.pairs) * sum(seconds)
         if self.strategy == "heads":
             return self._predicted_of_heads(seconds, alone)
-        of_row = sizes.batch * sizes.kv_heads * (sizes.head_dim + sizes.value_dim) * sizes.element_bytes
+        of_row = sizes.batch * self.columns * sizes.element_bytes
         slowest, busiest, bound = (0.0, 0.0), (0, 0), "products"
         for rank in range(self.ranks):
             inside, beyond = (n * of_row for n in self._received(rank))
@@ -235,7 +242,7 @@ class ShardPlan:
     def _travel(self, rank: int) -> float:
         """Seconds that the keys of a forward take to arrive."""
         sizes = self.sizes
-        of_row = sizes.batch * sizes.kv_heads * (sizes.head_dim + sizes.value_dim) * sizes.element_bytes
+        of_row = sizes.batch * self.columns * sizes.element_bytes
         inside, beyond = self._received(rank)
         return of_row * (inside / self.links.in_host + beyond / self.links.between)
 
@@ -266,19 +273,20 @@ def plan(
     """A plan for any number of ranks, of machines that need not be there.
 
     length, kv_length: of the whole sequence. cu_seqlens: of sequences packed into one batch row, the first row of each,
-    and the end of the last; positions, lengths and `batch` are then those of a sequence. operands: numbers that the
-    mask reads, and the tensors whose values decide which keys are seen, such as document ids; a plan that stands on
-    values holds for these alone. strategy: "gather", "ring", "exchange", "heads", or "auto"; balance: "contiguous",
-    "zigzag", "striped", "pairs", or "auto", which takes what is predicted to be fastest. device: a name such as "h100";
-    this machine where not given.
+    and the end of the last; positions, lengths and `batch` are then those of a sequence. head_dim, value_dim: of latent
+    attention the widths of its queries, nope + rope, or rank + rope where they are latent already, and of its output.
+    operands: numbers that the mask reads, and the tensors whose values decide which keys are seen, such as document
+    ids; a plan that stands on values holds for these alone. strategy: "gather", "ring", "exchange", "heads", or "auto";
+    balance: "contiguous", "zigzag", "striped", "pairs", or "auto", which takes what is predicted to be fastest. device:
+    a name such as "h100"; this machine where not given.
 
-    Raises WeftError for sizes and names that are none, and UnavailableError for what is not divided over ranks.
+    Raises WeftError for sizes and names that are none.
     """
-    refuse(attention)
+    is_latent = attention.latent is not None
     keys = length if kv_length is None else kv_length
-    sizes = Shape(batch, heads, heads if kv_heads is None else kv_heads, length, keys, head_dim,
+    sizes = Shape(batch, heads, (1 if is_latent else heads) if kv_heads is None else kv_heads, length, keys, head_dim,
                   head_dim if value_dim is None else value_dim, dtype)  # fmt: skip
-    _check(ranks, sizes, strategy, balance)
+    _check(ranks, sizes, strategy, balance, is_latent)
     starts = None if cu_seqlens is None else _starts(cu_seqlens, sizes, q_offset)
     offset = keys - length if q_offset is None else q_offset
     machine = hardware.this_machine() if device is None else hardware.by_name(device)
@@ -321,15 +329,6 @@ def plan_of_sizes(
     )  # fmt: skip
 
 
-def refuse(attention: Attention) -> None:
-    """Raise UnavailableError for variants that are not computed over ranks."""
-    if attention.latent is not None:
-        raise UnavailableError(
-            f"{attention.name}: latent attention is not divided over ranks by sequence; expand keys and values, and "
-            "call a variant without latent="
-        )
-
-
 def _starts(given: Sequence[int] | Tensor, sizes: Shape, q_offset: int | None) -> tuple[int, ...]:
     """The starts of packed sequences. Raises WeftError for those that are none."""
     starts = tuple(int(n) for n in (given.tolist() if isinstance(given, Tensor) else given))
@@ -348,7 +347,7 @@ def _starts(given: Sequence[int] | Tensor, sizes: Shape, q_offset: int | None) -
     return starts
 
 
-def _check(ranks: int, sizes: Shape, strategy: str, balance: str) -> None:
+def _check(ranks: int, sizes: Shape, strategy: str, balance: str, is_latent: bool) -> None:
     numbers = {"ranks": ranks, "batch": sizes.batch, "heads": sizes.heads, "kv_heads": sizes.kv_heads,
                "length": sizes.q_len, "kv_length": sizes.kv_len, "head_dim": sizes.head_dim}  # fmt: skip
     problems = [
@@ -361,9 +360,11 @@ def _check(ranks: int, sizes: Shape, strategy: str, balance: str) -> None:
         problems.append(
             Problem(option="heads", expected=f"a multiple of kv_heads {sizes.kv_heads}", got=str(sizes.heads))
         )
+    if is_latent and sizes.kv_heads != 1:
+        problems.append(Problem(option="kv_heads", expected="1, as a latent cache has", got=str(sizes.kv_heads)))
     if problems:
         raise WeftError.of("plan", *problems)
-    if strategy == "heads" and (why := _not_by_heads(sizes, ranks)):
+    if strategy == "heads" and (why := _not_by_heads(sizes, ranks, is_latent)):
         raise WeftError(f"plan: strategy='heads': {why}")
 
 
@@ -374,8 +375,10 @@ def _seconds_of_a_pair(sizes: Shape, machine: Hardware) -> tuple[float, float]:
     return flops / rate / _FORWARD, _PRODUCTS * flops / rate / _BACKWARD
 
 
-def _not_by_heads(sizes: Shape, ranks: int) -> str | None:
+def _not_by_heads(sizes: Shape, ranks: int, is_latent: bool) -> str | None:
     """Why heads cannot be divided; None where they can."""
+    if is_latent:
+        return "expected a variant without latent=, whose keys are those of some heads; take strategy='exchange'"
     if sizes.heads % ranks:
         return f"expected a number of heads that {ranks} ranks divide, got {sizes.heads}"
     if sizes.kv_heads % ranks and ranks % sizes.kv_heads:
@@ -430,7 +433,9 @@ class _Maker:
             for kind in STRATEGIES if strategy == AUTO else (strategy,):
                 if kind == "gather" and strategy == AUTO:  # exchange never sends more
                     continue
-                if kind == "heads" and (name != names[0] or _not_by_heads(self.sizes, self.ranks)):
+                if kind == "heads" and (
+                    name != names[0] or _not_by_heads(self.sizes, self.ranks, self.attention.latent is not None)
+                ):
                     continue  # rows lie in order again: one balance is as good as another
                 most = sum(pairs) / self.ranks if kind == "heads" else max(pairs)
                 found.append((most, partial(_of_strategy, dealt, kind)))

@@ -24,6 +24,7 @@ from .on_ranks import BALANCES, variants
 
 window, slopes = weft.scalar("window", int), weft.tensor("slopes", 1)
 CAUSAL = weft.Attention(mask=masks.causal, name="causal")
+MLA = weft.Attention(mask=masks.causal, latent=weft.Latent(32, 8), name="mla")
 RECENT = weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="recent")
 SIZES: dict[str, Any] = {"heads": 8, "head_dim": 128, "device": "h100"}
 
@@ -224,7 +225,8 @@ def test_deals() -> None:
             r"strategy='heads': expected a number of heads that 3 ranks divide",
         ),
         (RECENT, {}, r"recent: plan: window: missing; pass window=\.\.\., which the mask reads"),
-        (weft.Attention(mask=masks.causal, latent=weft.Latent(32, 8), name="mla"), {}, r"mla: latent attention is not"),
+        (MLA, {"kv_heads": 8}, r"kv_heads: expected 1, as a latent cache has, got 8"),
+        (MLA, {"strategy": "heads"}, r"strategy='heads': expected a variant without latent="),
     ],
 )
 def test_what_is_refused(variant: weft.Attention, changes: dict[str, Any], message: str) -> None:
