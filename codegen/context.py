@@ -15,6 +15,7 @@ from ..compiler.planning.signature import Serves
 from ..compiler.planning.sources import SequenceKind
 from ..ir.errors import InternalError
 from ..ir.normalizer import Normalizer
+from .functions import Draws
 from .normalizers import Blocks
 from .stages import StageComments
 
@@ -61,6 +62,7 @@ class Variant:
     apart: str  # the first argument of functions that read by distance, "q_offset + q_first - kv_first, "; or ""
     drops: bool  # weights are dropped after the sums of rows
     dropout_arguments: tuple[str, ...]  # names of what dropout_of takes on a GPU
+    draws: Draws  # of a part of a call: by which positions weights are dropped
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ..compiler.analysis.tiles.facts import Facts
 from ..compiler.analysis.tiles.programs import lookups
@@ -19,15 +20,17 @@ from ..compiler.analysis.values.cse import names_that_decide, of_positions, shar
 from ..compiler.analysis.values.distances import DISTANCE, ByDistance, with_tables
 from ..compiler.analysis.values.places import rows_of_boxes
 from ..ir.attention import SEED, Attention
-from ..ir.expr import Const, Expr, Load, Scalar, Symbol, TensorOperand, call, symbol
+from ..ir.expr import Call, Const, Expr, Load, Scalar, Symbol, TensorOperand, call, symbol
 from ..ir.operators import OPERATORS, Operator
-from ..ir.philox import ALL_KEPT, pairs_kept
+from ..ir.philox import ALL_KEPT, TOGETHER, pairs_kept
 from ..ir.walk import loads, nodes, rewrite, scalars, symbols
 from .dialects import GLUON, TORCH, TRITON, Dialect, Printer, axes
 from .function_lines import AS_BOUND, AS_INT, HERE, IEEE, IN_RANGE, called, commented, returned, taken_from_here
 from .function_values import LOG2_E, deciding_helpers, in_base_2, is_constant, last_of, within
 
 _USUAL_SCALE = call("rsqrt", symbol("head_dim"))
+# How weights of a tile are drawn: by its place; the same further on; where tiles begin anywhere, each pair by itself.
+Draws = Literal["as they lie", "in step", "one by one"]
 BY_PAIR = "by_pair"  # what each pair reads, where a tile of it lies in SRAM
 SYMBOL_ARGUMENTS = ("batch", "head", "kv_head", "group", "q_len", "kv_len", "head_dim")
 
@@ -46,6 +49,16 @@ def parameter_names(attention: Attention, strides: bool, tables: Sequence[ByDist
         strides_of = {f"distances{n}_sb": table.by_batch, f"distances{n}_sh": table.by_head}
         names += [f"distances{n}", *(stride for stride, read in strides_of.items() if read)]
     return [*names, "first_distance"] if tables else names
+
+
+def _factor(node: Expr) -> int:
+    """A number that divides the value of an int expression; 0 of 0."""
+    match node:
+        case Const(int() as value):
+            return value
+        case Call("mul", (Const(int() as value), _)):
+            return value
+    return 1
 
 
 @dataclass(frozen=True)
@@ -296,7 +309,21 @@ class FunctionPrinter:
             kept = f"pairs_kept(arg_{attention.dropout.name})"
         title = f"The seed of this call, and how many of {ALL_KEPT} pairs are kept."
         given = ", ".join(self.dropout_arguments) if self.language.is_gpu else self.env
-        return [self._function(f"dropout_of({given})", title, [f"return {seed}, {kept}"])]
+        return [self._function(f"dropout_of({given})", title, [f"return {seed}, {kept}"]), *self._origin_parts()]
+
+    def _origin_parts(self) -> list[str]:
+        """origin_of: where in the whole call a part counts from."""
+        if not self.facts.attention.canonical.folded_origin:
+            return []
+        lines, printer, values = self._assigned(list(self.facts.attention.canonical.folded_origin))
+        title = "The position, head and batch row of the whole call that 0 stands for."
+        return [self._function(f"origin_of({self.env})", title, [*lines, *returned([printer(v) for v in values])])]
+
+    @property
+    def draws(self) -> Draws:
+        """By which positions weights are dropped."""
+        origin = self.facts.attention.canonical.folded_origin
+        return "as they lie" if not origin else "in step" if _factor(origin[0]) % TOGETHER == 0 else "one by one"
 
     @property
     def dropout_arguments(self) -> tuple[str, ...]:

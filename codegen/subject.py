@@ -113,6 +113,7 @@ def variant(subject: Subject) -> Variant:
         apart=subject.apart,
         drops=facts.attention.canonical.drops,
         dropout_arguments=subject.printer.dropout_arguments,
+        draws=subject.printer.draws,
     )
 
 

@@ -110,6 +110,8 @@ class Attention:
         2014): a number in [0, 1) or a float scalar operand, to the nearest 1/32768; ir/philox.py says which pairs.
     latent: how keys and values come from one latent vector a token.
     name: an identifier, for messages, kernels and cache entries.
+    origin: of a part of a call, what dropout draws by: the position, the head and the batch row of the whole call where
+        the part counts from 0, int expressions of batch and operands. None: it is a whole call.
     normalizer: what turns scores into weights, by the name of its record (ir/normalizer.py): "softmax", "sigmoid"
         (arXiv 2409.04431) or "relu" (arXiv 2309.08586), of which the last two take each score by itself.
 
@@ -125,6 +127,7 @@ class Attention:
     latent: Latent | None = None
     name: str | None = None
     normalizer: str = SOFTMAX.name
+    origin: tuple[Operand, Operand, Operand] | None = None
 
     if not TYPE_CHECKING:  # a type checker reads the fields
 
@@ -142,6 +145,8 @@ class Attention:
         if not isinstance(self.dropout, (bool, Scalar)):
             number = self.dropout if isinstance(self.dropout, int) else foreign.number_in(self.dropout)
             object.__setattr__(self, "dropout", self.dropout if number is None else float(number))
+        if self.origin is not None:
+            object.__setattr__(self, "origin", tuple(map(expression, self.origin)))
         if self.name is None:
             object.__setattr__(self, "name", "attention")
         verify(self, where)
@@ -173,6 +178,8 @@ class Attention:
         parts.append(f'name="{self.name}"')
         if self.normalizer != SOFTMAX.name:
             parts.append(f'normalizer="{self.normalizer}"')
+        if self.canonical.folded_origin:
+            parts.append(f"origin=({', '.join(map(str, self.canonical.folded_origin))})")
         return parts
 
     def _declared(self) -> tuple[list[str], list[str]]:
@@ -180,7 +187,7 @@ class Attention:
         given = {field: getattr(self, field) for field in ("score", "mask", "scale", "sink")}
         written = {field: expression(value) for field, value in given.items() if value is not None}
         fields = [f"{field}={node}" for field, node in written.items()]
-        return self._declarations(tuple(written.values())), [*fields, *self._options()]
+        return self._declarations((*written.values(), *self.canonical.folded_origin)), [*fields, *self._options()]
 
     def __str__(self) -> str:
         lines, fields = self._declared()
@@ -253,6 +260,11 @@ class CanonicalForm:
         sink = self._of_own_keys(expression(self.declared.sink))
         folded = canonical(sink if sink.dtype == "float" else call("mul", sink, expression(1.0)))
         return None if isinstance(folded, Const) and folded.value == -math.inf else folded
+
+    @cached_property
+    def folded_origin(self) -> tuple[Expr, ...]:
+        """The canonical origin of a part that drops weights; else none."""
+        return tuple(canonical(expression(e)) for e in self.declared.origin or ()) if self.drops else ()
 
     @property
     def drops(self) -> bool:
@@ -327,7 +339,8 @@ class CanonicalForm:
     @property
     def expressions(self) -> tuple[Expr, ...]:
         """All that kernels evaluate."""
-        return (self.folded_score, self.folded_mask, *(() if self.folded_sink is None else (self.folded_sink,)))
+        sink = () if self.folded_sink is None else (self.folded_sink,)
+        return (self.folded_score, self.folded_mask, *sink, *self.folded_origin)
 
     @cached_property
     def text(self) -> str:

@@ -115,6 +115,7 @@ def _attention(tree: ast.expr, operands: Mapping[str, Declared]) -> Attention:
     name: str | None = None
     normalizer = SOFTMAX.name
     dropout: float | Scalar = 0.0
+    origin: tuple[Operand, Operand, Operand] | None = None
     for item in tree.keywords:
         match item:
             case ast.keyword("score", value):
@@ -129,6 +130,8 @@ def _attention(tree: ast.expr, operands: Mapping[str, Declared]) -> Attention:
                 pass
             case ast.keyword("dropout", ast.Name(name_of)) if isinstance(operands.get(name_of), Scalar):
                 dropout = operands[name_of]  # type: ignore[assignment]
+            case ast.keyword("origin", ast.Tuple([position, head, batch])):
+                origin = _node(position, operands), _node(head, operands), _node(batch, operands)
             case ast.keyword("name", ast.Constant(value=str() as name)):
                 pass
             case ast.keyword("normalizer", ast.Constant(value=str() as normalizer)):
@@ -146,8 +149,9 @@ def _attention(tree: ast.expr, operands: Mapping[str, Declared]) -> Attention:
             case _:
                 raise WeftError(f"weft.Attention: cannot read {ast.unparse(item)}")
     return Attention(
-        score, mask, scale=scale, sink=sink, dropout=dropout, latent=latent, name=name, normalizer=normalizer
-    )
+        score, mask, scale=scale, sink=sink, dropout=dropout, latent=latent, name=name, normalizer=normalizer,
+        origin=origin,
+    )  # fmt: skip
 
 
 def _declaration(line: ast.stmt) -> Declared:

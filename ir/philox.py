@@ -75,3 +75,23 @@ def kept_pairs(
     numbers = torch.stack([halves, halves >> 16], 5) & ALL_KEPT - 1  # [N, blocks, 2, words, 4, 2, ...]
     skipped = first % TOGETHER
     return numbers.flatten(1, 5)[:, skipped : skipped + end - first] >= ALL_KEPT - kept
+
+
+def kept_at(
+    seed: Tensor, batch: Tensor | int, head: Tensor | int, q_pos: Tensor, kv_pos: Tensor, kept: int
+) -> Tensor:  # fmt: skip
+    """Whether pairs at any positions are kept, bool. All but the seed broadcast to the pairs; each draws its own words.
+
+    seed, kept: as of `kept_pairs`.
+    """
+    batch, head, q_pos, kv_pos = (
+        torch.as_tensor(x, dtype=torch.int64, device=seed.device) for x in (batch, head, q_pos, kv_pos)
+    )
+    seed = seed.view(())
+    group = (kv_pos // TOGETHER * 4 + kv_pos // 2 % 4) & _WORD
+    words = philox((group, q_pos & _WORD, head, batch), (seed & _WORD, seed >> 32 & _WORD))
+    number, word = kv_pos // 8 % 4, words[3]
+    for n in range(3):
+        word = torch.where(number == n, words[n], word)
+    word = torch.where(kv_pos // 32 % 2 == 1, (word << 8 | word >> 24) & _WORD, word)
+    return (word >> kv_pos % 2 * 16 & ALL_KEPT - 1) >= ALL_KEPT - kept

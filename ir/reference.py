@@ -17,7 +17,7 @@ from .expr import Call, Const, Expr, Load, Scalar, Symbol
 from .normalizer import Normalizer
 from .operators import LARGEST_FLOOR, OPERATORS
 from .parse import parse
-from .philox import ALL_KEPT, kept_pairs, pairs_kept
+from .philox import ALL_KEPT, kept_at, kept_pairs, pairs_kept
 from .sequences import Rows
 
 Value = Tensor | int | float | bool
@@ -196,9 +196,18 @@ def _dropped(attention: Attention, weights: Tensor, env: Mapping[str, Value]) ->
     kept = pairs_kept(
         float(env[attention.dropout.name] if isinstance(attention.dropout, Scalar) else attention.dropout)
     )
-    device = weights.device
+    device, seed = weights.device, _operand(env, SEED.name)
     batch, head, q_pos = (torch.as_tensor(env[n], device=device).transpose(2, 3) for n in ("batch", "head", "q_pos"))
-    found = kept_pairs(_operand(env, SEED.name), batch, head.transpose(1, 2), q_pos, 0, weights.shape[3], kept)
+    head = head.transpose(1, 2)
+    if not attention.canonical.folded_origin:
+        found = kept_pairs(seed, batch, head, q_pos, 0, weights.shape[3], kept)
+    else:
+        first, first_head, first_batch = (
+            torch.as_tensor(evaluate(e, env, weights.dtype, device), device=device)
+            for e in attention.canonical.folded_origin
+        )
+        keys = torch.arange(weights.shape[3], device=device).view(-1, 1, 1)
+        found = kept_at(seed, batch + first_batch, head + first_head, q_pos + first, keys + first, kept)
     return weights * found.permute(0, 2, 3, 1).to(weights.dtype) * (ALL_KEPT / kept)
 
 

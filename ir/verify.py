@@ -64,6 +64,10 @@ def _problems(attention: Attention) -> Iterator[Problem]:
         sink = expression(attention.sink)
         expressions.append(("sink", sink))
         yield from _sink_problems(attention, sink)
+    if attention.origin is not None:
+        of_part = [("origin", expression(e)) for e in attention.origin]
+        expressions += of_part
+        yield from _origin_problems([e for _, e in of_part])
     for label, root in expressions:
         yield from _index_problems(label, root)
     if isinstance(attention.dropout, Scalar):
@@ -101,6 +105,14 @@ def _sink_problems(attention: Attention, sink: Expr) -> Iterator[Problem]:
     if attention.normalizer in normalizers() and not normalizer_named(attention.normalizer).saves_lse:
         what = f"the normalizer {attention.normalizer} has no denominator that it could join"
         yield _said("sink", what, sink, "leave sink=None")
+
+
+def _origin_problems(parts: list[Expr]) -> Iterator[Problem]:
+    for part in parts:
+        if part.dtype != "int":
+            yield _wrong("origin", "an int expression", f"{part.dtype} `{part}`", part)
+        for name in sorted(symbols(part) - {"batch"}):
+            yield _wrong("origin", "batch and operands", f"`{name}`", part)
 
 
 def _index_problems(label: str, root: Expr) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..codegen.torch_private import of_all_rows
+from ..ir.attention import SEED
 from .placed import names_beside, placed
 from .rows import Deal, count, places
 from .shardplan import ShardPlan
@@ -45,6 +46,8 @@ def attended(
         where["cu_seqlens_q"] = where["cu_seqlens_kv"] = starts
     given = {n: _Shared.apply(cp, _widened(v, query)) if _learns(v) else v for n, v in operands.items() if n in read}
     given |= {n: v for n, v in beside.items() if n in read}
+    if variant.canonical.drops:
+        where["seed"] = given.pop(SEED.name)
     with of_all_rows():
         found = variant(query, key, value, **where, return_lse=return_lse, target=target, deterministic=deterministic,
                         operands=given)  # fmt: skip

@@ -12,16 +12,19 @@ from torch import Tensor
 
 from ..codegen.torch_private import break_graph
 from ..compiler.planning.records import Shape
-from ..ir.attention import Attention
+from ..ir.attention import SEED, Attention
 from ..ir.errors import Problem, UnavailableError, WeftError, collected, second_derivative
+from ..ir.expr import Scalar
+from ..ir.philox import drawn_seed
 from ..runtime.call import Call, Choices, Dense, Packed, Sequences, choices_of
-from ..runtime.check.operands import as_number, check_operands
-from ..runtime.check.tensors import DTYPES, main_problems
-from ..runtime.options import CallOptions
+from ..runtime.check.operands import as_number, check_dropout, check_operands, seed_of
+from ..runtime.check.tensors import DTYPES, check_latent, main_problems
+from ..runtime.options import CallOptions, Form
 from ..runtime.run.variant import Variant, variant_of
 from . import agreement, by_heads, shardplan
 from .collectives import all_gather
-from .exchange import AtHand, Fetch, Return, Route
+from .exchange import AtHand, Fetch, Return, Route, Tensors
+from .latent import Keys, Projected, Projections, absorbed, form_of
 from .portions import (
     Given,
     Joined,
@@ -36,7 +39,7 @@ from .portions import (
     sink_gradients,
     wide,
 )
-from .rows import Deal, Run, count, places
+from .rows import Deal, Run, Runs, count, places
 from .seen import decisive_tensors
 from .shardplan import AUTO, Links, ShardPlan, stands_on
 
@@ -118,14 +121,19 @@ class ContextParallel:
 
     # -- attention -----------------------------------------------------------------------------------------------------
     def attention(
-        self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, *, plan: ShardPlan,
-        return_lse: bool = False, target: str | None = None, deterministic: bool | None = None, **operands: Any,
+        self, attention: Attention, query: Tensor, key: Tensor, value: Tensor | None = None, *, plan: ShardPlan,
+        return_lse: bool = False, target: str | None = None, deterministic: bool | None = None,
+        seed: int | Tensor | None = None, train: bool = True, uk: Tensor | None = None, uv: Tensor | None = None,
+        form: Form | None = None, **operands: Any,
     ) -> Any:  # fmt: skip
         """out [B, Hq, rows, Dv] of this rank's queries over all keys, or (out, lse).
 
         query [B, Hq, rows, D], key [B, Hkv, rows, D], value [B, Hkv, rows, Dv]: this rank's rows, as `shard` gives
         them. operands: the variant's own, whole on each rank; their gradients are summed over ranks. Positions, heads
-        and lengths in the variant are those of the whole sequence.
+        and lengths in the variant are those of the whole sequence. seed, train: of dropout, as in calls on one device,
+        which drop the same pairs; a seed that is a tensor, or that is drawn, is the one of the first rank. uk, uv,
+        form: of latent attention, as in calls on one device, with this rank's rows of the cache in place of key. uk and
+        uv are whole on each rank, and so are their gradients.
 
         Raises WeftError on all ranks where one of them calls something else.
         """
@@ -133,32 +141,54 @@ class ContextParallel:
             break_graph(UNTRACED)
             return torch.compiler.disable(self.attention, reason=UNTRACED)(
                 attention, query, key, value, plan=plan, return_lse=return_lse, target=target,
-                deterministic=deterministic, **operands,
+                deterministic=deterministic, seed=seed, train=train, uk=uk, uv=uv, form=form, **operands,
             )  # fmt: skip
         operands = {n: v for n, v in operands.items() if n not in attention.canonical.unread}  # as other calls do
-        problem = self._problem(attention, query, key, value, plan, operands)
+        if attention.canonical.drops and not train:
+            attention, plan, operands = _undropped(attention, plan, operands)
+        problem = None
+        try:
+            operands |= _seed(attention, operands, seed, query)
+        except WeftError as error:
+            problem = error
+        latent = Projected(uk, uv, form)
+        problem = problem or self._problem(attention, query, key, value, plan, operands, latent)
         if return_lse and not attention.canonical.weighs.saves_lse:
             what = f"the normalizer {attention.normalizer} has no log-sum-exp"
             raise WeftError.of(str(attention.name), Problem(option="return_lse", what=what))
         if self.agreement is not None:
-            self.agreement.check(_told(attention, query, key, value, plan, operands, return_lse), problem)
+            told = _told(attention, query, key, value, plan, {**operands, **latent.tensors}, return_lse)
+            self.agreement.check(
+                {**told, "seed": str(seed) if isinstance(seed, int) else "", "form": str(form)}, problem
+            )
         if problem is not None:
             raise problem
-        own = {p.name: p for p in attention.canonical.parameters}
-        given = {n: v if isinstance(v, Tensor) else as_number(v, KINDS[own[n].dtype])
-                 for n, v in operands.items() if n in own}  # fmt: skip
+        if attention.canonical.drops and not isinstance(seed, int):
+            dist.broadcast(operands[SEED.name], dist.get_global_rank(self.group, 0), self.group)
+        declared = {p.name: p for p in attention.canonical.parameters}
+        given = {n: v if isinstance(v, Tensor) else as_number(v, KINDS[declared[n].dtype])
+                 for n, v in operands.items() if n in declared}  # fmt: skip
         if plan.strategy == "heads":
+            assert value is not None
             out, lse = by_heads.attended(self, plan, (query, key, value), given, return_lse, target, deterministic)
             return (out, lse) if return_lse else out
-        names = operand_names(attention)
-        state = _State(self, plan, {n: v for n, v in given.items() if n not in names},
-                       choices_of(target, None, deterministic), tuple(names))  # fmt: skip
-        out, lse = _Sharded.apply(state, query, key, value, *(given[n] for n in names))
+        names, choices = operand_names(attention), choices_of(target, None, deterministic)
+        numbers, kind, after = {n: v for n, v in given.items() if n not in names}, None, None
+        own = (key,) if value is None else (key, value)
+        if attention.latent is not None:
+            kind = form_of(attention, plan.sizes, latent, (query, key, *given.values()))
+        if kind == "expanded":
+            names, given = [*names, *latent.tensors], {**given, **latent.tensors}
+        elif uk is not None and uv is not None and attention.latent is not None:
+            query, after = absorbed(query, uk, attention.latent.rope), uv
+        state = _State(self, plan, numbers, choices, tuple(names), len(own), kind)
+        out, lse = _Sharded.apply(state, query, *own, *(given[n] for n in names))
+        out = out if after is None else torch.einsum("bhlr,hrd->bhld", out, after)
         return (out, lse) if return_lse else out
 
     def _problem(
-        self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, plan: ShardPlan,
-        operands: Mapping[str, Any],
+        self, attention: Attention, query: Tensor, key: Tensor, value: Tensor | None, plan: ShardPlan,
+        operands: Mapping[str, Any], latent: Projected,
     ) -> WeftError | None:  # fmt: skip
         """What is wrong with a call on this rank."""
         name = str(attention.name)
@@ -173,6 +203,15 @@ class ContextParallel:
             "key": (key, (sizes.batch, sizes.kv_heads, rows[1], sizes.head_dim)),
             "value": (value, (sizes.batch, sizes.kv_heads, rows[1], sizes.value_dim)),
         }
+        if attention.latent is not None:
+            columns = attention.latent.rank + attention.latent.rope
+            expected = {"query": expected["query"], "cache": (key, (sizes.batch, 1, rows[1], columns))}
+            if value is not None:
+                problems.append(Problem(operand="value", what="latent attention takes query and cache only"))
+        elif latent != Projected(None, None, None):
+            problems.append(
+                Problem(option="uk, uv, form", what="the variant is not latent", next_step="leave them out")
+            )
         for n, (tensor, shape) in expected.items():
             if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
                 got = str([*tensor.shape]) if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -186,7 +225,14 @@ class ContextParallel:
         if problems:
             return collected(name, problems)
         try:
-            check_operands(attention, operands, query.device, main_problems(query, key, value, False))
+            found: list[Problem] = []
+            if attention.latent is None:
+                found = main_problems(query, key, value, False)
+            else:
+                check_latent(attention, query, key, latent.uk, latent.uv)
+                form_of(attention, sizes, latent, (query, key, *operands.values()))
+                found = _unlike(query, {"cache": key, **latent.tensors})
+            check_operands(attention, operands, query.device, found)
             variant = variant_of(attention)
             variant.check_sizes(_whole_call(variant, plan, (query, key, value), operands))
         except WeftError as error:
@@ -194,19 +240,48 @@ class ContextParallel:
         return None
 
 
+def _undropped(
+    attention: Attention, plan: ShardPlan, operands: dict[str, Any]
+) -> tuple[Attention, ShardPlan, dict[str, Any]]:
+    """The same of the variant without dropout. A plan of another variant stays as it is, and is refused."""
+    rest = attention.replace(dropout=0.0)
+    if plan.attention == attention:
+        plan = plan.undropped
+    share = attention.dropout.name if isinstance(attention.dropout, Scalar) else None
+    return rest, plan, {n: v for n, v in operands.items() if n != share}
+
+
+def _seed(attention: Attention, operands: Mapping[str, Any], seed: object, query: object) -> dict[str, Tensor]:
+    """The seed as kernels take it, memory of its own, where weights are dropped. Raises WeftError for a wrong one."""
+    device = query.device if isinstance(query, Tensor) else torch.device("cpu")
+    given = seed_of(str(attention.name), seed, device)
+    if not attention.canonical.drops:
+        return {}
+    check_dropout(attention, operands)
+    return {SEED.name: drawn_seed(device) if given is None else given.clone()}
+
+
+def _unlike(query: Tensor, others: Mapping[str, Tensor]) -> list[Problem]:
+    """Of latent attention over ranks: what has another dtype than the query."""
+    wrong = {n: t.dtype for n, t in others.items() if t.dtype != query.dtype}
+    return [Problem(operand=n, expected=f"{query.dtype} as in query", got=str(dtype)) for n, dtype in wrong.items()]
+
+
 def _whole_call(
-    variant: Variant, plan: ShardPlan, tensors: tuple[Tensor, Tensor, Tensor], operands: Mapping[str, Any]
+    variant: Variant, plan: ShardPlan, tensors: tuple[Tensor, Tensor, Tensor | None], operands: Mapping[str, Any]
 ) -> Call:
     """The call on all rows, for what is asked of its shapes: what one rank refuses, all do."""
     sizes = plan.sizes
     rows = (sizes.heads, sizes.q_len), (sizes.kv_heads, sizes.kv_len), (sizes.kv_heads, sizes.kv_len)
-    main = [t.new_empty(1).expand(sizes.batch, *of, t.shape[3]) for t, of in zip(tensors, rows)]
+    main = [None if t is None else t.new_empty(1).expand(sizes.batch, *of, t.shape[3])
+            for t, of in zip(tensors, rows)]  # fmt: skip
     given = {n: v if isinstance(v, Tensor) else as_number(v, KINDS[kind])
              for n, kind in zip(variant.names, variant.kinds) if (v := operands[n]) is not None}  # fmt: skip
     sequences: Sequences = Dense(plan.q_offset)
     if plan.starts is not None:
         starts = torch.tensor(plan.starts, dtype=torch.int32)
         sequences = Packed(starts, starts, None)
+    assert main[0] is not None and main[1] is not None
     return Call(main[0], main[1], main[2], None, given, sequences, choices_of(None, None), sizes.head_dim)
 
 
@@ -231,8 +306,8 @@ def _deal(plan: ShardPlan, length: int) -> Deal:
 
 
 def _told(
-    attention: Attention, query: Tensor, key: Tensor, value: Tensor, plan: ShardPlan, operands: Mapping[str, Any],
-    return_lse: bool,
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor | None, plan: ShardPlan,
+    operands: Mapping[str, Any], return_lse: bool,
 ) -> dict[str, str]:  # fmt: skip
     """What ranks compare: all that a mistake may differ in, by name, short."""
     tensors = {"query": query, "key": key, "value": value, **operands}
@@ -255,7 +330,14 @@ class _State(NamedTuple):
     plan: ShardPlan
     numbers: dict[str, Any]
     choices: Choices
-    names: tuple[str, ...]  # of tensor operands
+    names: tuple[str, ...]  # of tensor operands, and of uk and uv where caches are expanded
+    n_keys: int  # tensors that keys are: key and value, or a latent cache
+    form: Form | None  # of latent attention
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """Names of all tensors."""
+        return "query", *("key", "value")[: self.n_keys], *self.names
 
 
 @lru_cache(maxsize=64)
@@ -269,174 +351,161 @@ def _routes(plan: ShardPlan, rank: int, group: Any) -> list[Route]:
 
 
 class _Work:
-    """One call on one rank, of some of its heads: what forward and backward share."""
+    """One call on one rank: what forward and backward share."""
 
-    def __init__(
-        self, state: _State, query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Tensor], group: int
-    ) -> None:
-        self.plan, self.rank, self.choices = state.plan, state.cp.rank, state.choices
-        of_group = [t.shape[1] // self.plan.groups for t in (query, key, value)]
-        self.query, self.key, self.value = (
-            t if n == t.shape[1] else t[:, group * n : (group + 1) * n] for t, n in zip((query, key, value), of_group)
-        )
-        self.first_head = group * of_group[0]
-        self.heads = slice(self.first_head, self.first_head + of_group[0])
+    def __init__(self, state: _State, tensors: Sequence[Tensor]) -> None:
+        self.plan, self.rank, self.choices, self.form = state.plan, state.cp.rank, state.choices, state.form
+        self.query, self.keys = tensors[0], tuple(tensors[1 : 1 + state.n_keys])
         self.parts, self.routes = _parts(self.plan), _routes(self.plan, self.rank, state.cp.group)
         self.own = self.plan.queries.rows(self.rank)
-        self.operands = {**state.numbers, **dict(zip(state.names, tensors))}
+        self.operands = {**state.numbers, **dict(zip(state.names, tensors[1 + state.n_keys :]))}
+        self.projections: Projections | None = None
+        if self.form == "expanded":
+            assert self.plan.attention.latent is not None
+            self.projections = Projections(self.plan.attention.latent, *(self.operands.pop(n) for n in ("uk", "uv")))
         self.most = self.parts.most(self.rank)
 
-    @classmethod
-    def of_groups(
-        cls, state: _State, query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Tensor]
-    ) -> list[_Work]:
-        """One for each group of heads."""
-        return [cls(state, query, key, value, tensors, n) for n in range(state.plan.groups)]
+    @property
+    def width(self) -> int:
+        """Columns of a result."""
+        if self.projections is not None:
+            return self.projections.uv.shape[2]
+        latent = self.plan.attention.latent
+        return self.keys[1].shape[3] if latent is None else latent.rank
 
-    def start(self, step: int) -> Fetch:
-        """Begin to fetch the keys of a step."""
-        return self.routes[step].start(self.key, self.value)
+    def read(self, at_hand: AtHand) -> Keys:
+        """What portions of a step read."""
+        if self.projections is not None:
+            return self.projections.expanded(*at_hand.tensors)
+        return Keys(*at_hand.tensors)
 
-    def calls(self, step: int, at_hand: AtHand) -> Iterator[tuple[Portion, Variant, Call]]:
-        """The portions of a step, and how each is called."""
+    def calls(self, step: int, rows: Runs, keys: Keys) -> Iterator[tuple[Portion, Variant, Call]]:
+        """The portions of a step, and how each is called. rows: those of the keys."""
         for portion in self.parts.portions(self.rank)[step]:
-            yield portion, *self._call(portion, at_hand.of(portion.keys))
+            yield portion, *self._call(portion, keys.of(*run_in(portion.keys, rows)))
 
     def sinks(self) -> Iterator[tuple[Portion, Variant, Call]]:
         """Portions without keys, of queries whose sink no other portion has."""
-        nothing = self.key[:, :, :0], self.value[:, :, :0]
-        for queries in self.parts.sinks(self.rank):
-            portion = Portion(queries, (0, 0), True)
-            yield portion, *self._call(portion, nothing)
+        if runs := self.parts.sinks(self.rank):
+            nothing = self.read(AtHand((), tuple(t[:, :, :0] for t in self.keys)))
+            for queries in runs:
+                portion = Portion(queries, (0, 0), True)
+                yield portion, *self._call(portion, nothing)
 
-    def _call(self, portion: Portion, keys: tuple[Tensor, Tensor]) -> tuple[Variant, Call]:
-        tensors = self._own(self.query, portion), *keys
-        return self.parts.call(portion, tensors, self.operands, self.choices, self.first_head)
+    def _call(self, portion: Portion, keys: Keys) -> tuple[Variant, Call]:
+        first, end = self.rows(portion)
+        return self.parts.call(portion, self.query[:, :, first:end], keys, self.operands, self.choices)
 
     def rows(self, portion: Portion) -> Run:
         """Where the queries of a portion lie among those of the rank."""
         return run_in(portion.queries, self.own)
 
-    def _own(self, tensor: Tensor, portion: Portion) -> Tensor:
-        first, end = self.rows(portion)
-        return tensor[:, :, first:end]
+    def asked(self, wanted: frozenset[str], keys: Keys) -> frozenset[str]:
+        """Gradients of a portion for those that are wanted: where caches are expanded, of what they become."""
+        if self.projections is None or not wanted & {"key", "uk", "uv"}:
+            return wanted
+        return (wanted - {"uk", "uv"}).union(keys.named)
+
+    def of_own(self, at_hand: AtHand, found: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Tensor]]:
+        """Gradients of the rows that travelled, and of uk and uv, from those of what portions read."""
+        if self.projections is not None:
+            (cache,) = at_hand.tensors
+            return self.projections.gradients(cache, found)
+        return tuple(found[n] for n in ("key", "value")[: len(self.keys)]), {}
 
 
 class _Sharded(torch.autograd.Function):
     """Forward: keys travel to queries. Backward: they do so again, where they were not kept, and gradients of keys
-    travel back. Keys of a step, or of a group of heads, travel while those of the one before are computed."""
+    travel back. Keys of a step travel while those of the one before are computed."""
 
     @staticmethod
-    def forward(ctx: Any, state: _State, query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> Any:
-        works = _Work.of_groups(state, query, key, value, tensors)
-        found, kept = [], list[AtHand | None]()
-        legs = [(work, step) for work in works for step in range(len(work.routes))]
-        fetch = legs[0][0].start(0)
-        for n, (work, step) in enumerate(legs):
-            if step == 0:
-                done = Joined(work.query, value.shape[3], work.parts, work.most.of_queries)
+    def forward(ctx: Any, state: _State, *tensors: Tensor) -> Any:
+        work = _Work(state, tensors)
+        done = Joined(work.query, work.width, work.parts, work.most.of_queries)
+        kept: list[AtHand | None] = []
+        fetch = work.routes[0].start(work.keys)
+        for step in range(len(work.routes)):
             at_hand = fetch.wait()
-            if n + 1 < len(legs):
-                following, its_step = legs[n + 1]
-                fetch = following.start(its_step)
-            for portion, variant, call in work.calls(step, at_hand):
+            if step + 1 < len(work.routes):
+                fetch = work.routes[step + 1].start(work.keys)
+            for portion, variant, call in work.calls(step, at_hand.rows, work.read(at_hand)):
                 done.add(work.rows(portion), *variant.forward(call))
             kept.append(at_hand if state.plan.keeps else None)
-            del at_hand
-            if step + 1 == len(work.routes):
-                for portion, variant, call in work.sinks():
-                    done.add(work.rows(portion), *variant.forward(call))
-                found.append(done.result())
-        is_far = done.is_far
-        out, lse = (
-            found[0] if len(found) == 1 else (torch.cat(of_all, axis) for of_all, axis in zip(zip(*found), (1, -2)))
-        )
-        ctx.state, ctx.kept, ctx.is_far = state, kept, is_far
-        ctx.save_for_backward(query, key, value, out, lse, *tensors)
+        for portion, variant, call in work.sinks():
+            done.add(work.rows(portion), *variant.forward(call))
+        out, lse = done.result()
+        ctx.state, ctx.kept, ctx.is_far = state, kept, done.is_far
+        ctx.save_for_backward(out, lse, *tensors)
         ctx.set_materialize_grads(False)
-        return out, lse.sum(0) if is_far else lse
+        return out, lse.sum(0) if done.is_far else lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         state: _State = ctx.state
         if torch.is_grad_enabled():
             raise second_derivative(str(state.plan.attention.name))
-        query, key, value, out, lse, *tensors = ctx.saved_tensors
-        every = ("query", "key", "value", *state.names)
-        wanted = frozenset(n for n, need in zip(every, ctx.needs_input_grad[1:]) if need)
+        out, lse, *tensors = ctx.saved_tensors
+        wanted = frozenset(n for n, need in zip(state.every, ctx.needs_input_grad[1:]) if need)
+        query, learned = tensors[0], {n: t for n, t in zip(state.every, tensors) if n in wanted and n in state.names}
         # gradients of operands are sums over portions and ranks, which are rounded once, at the end
-        exactly = [t.to(torch.promote_types(t.dtype, wide(query))) if n in wanted else t
-                   for n, t in zip(state.names, tensors)]  # fmt: skip
+        exactly = [t.to(torch.promote_types(t.dtype, wide(query))) if n in learned and n not in ("uk", "uv") else t
+                   for n, t in zip(state.every, tensors)]  # fmt: skip
+        work = _Work(state, exactly)
         dout = torch.zeros_like(out) if dout is None else dout
         if dlse is not None and ctx.is_far:  # kernels read the gradient of either statistic
             dlse = dlse.expand(2, *dlse.shape)
-        of_operands = OperandSums(query, {n: t for n, t in zip(state.names, tensors) if n in wanted})
-        works = _Work.of_groups(state, query, key, value, exactly)
-        backwards = [_Backward(work, Given(out, lse, dout, dlse), wanted, of_operands) for work in works]
-        # others' keys first: gradients travel while its own are computed
-        legs = [(n, step) for n, work in enumerate(works) for step in (*range(1, len(work.routes)), 0)]
-        ahead = list[Fetch]()
-        for place, (n, step) in enumerate(legs):
-            at_hand = ctx.kept[n * len(works[n].routes) + step]
+        found = _Backward(work, Given(out, lse, dout, dlse), wanted, OperandSums(query, learned))
+        ahead: Fetch | None = None
+        order = [*range(1, len(work.routes)), 0]  # others' keys first: gradients travel while its own are computed
+        for n, step in enumerate(order):
+            at_hand = ctx.kept[step]
             if at_hand is None:
-                at_hand = (ahead.pop() if ahead else works[n].start(step)).wait()
-                if place + 1 < len(legs):
-                    following, its_step = legs[place + 1]
-                    ahead.append(works[following].start(its_step))
-            backwards[n].step(step, at_hand)
-            del at_hand
-            if n and step == legs[0][1]:
-                backwards[n - 1].end()
-        backwards[-1].end()
-        parts = {name: [b.sums[name].result() for b in backwards] for name in ("query", "key", "value")}
-        found = {n: t[0] if len(t) == 1 else torch.cat(t, 1) for n, t in parts.items()}
-        found |= of_operands.result(state.cp.group)
-        return None, *(found[n] if n in wanted else None for n in every)
+                at_hand = (ahead or work.routes[step].start(work.keys)).wait()
+                ahead = work.routes[order[n + 1]].start(work.keys) if n + 1 < len(order) else None
+            found.step(step, at_hand)
+        gradients_of = found.result(state)
+        return None, *(gradients_of[n] if n in wanted else None for n in state.every)
 
 
 class _Backward:
-    """The backward of some heads."""
+    """Gradients of a call, step by step."""
 
     def __init__(self, work: _Work, given: Given, wanted: frozenset[str], of_operands: OperandSums) -> None:
-        self.work, self.wanted, self.of_operands = work, wanted, of_operands
-        heads = work.heads
-        dlse = given.dlse if given.dlse is None else given.dlse[..., heads, :]
-        self.given = Given(given.out[:, heads], given.lse[..., heads, :], given.dout[:, heads], dlse)
-        self.sums = {
-            "query": Sum(work.query, work.most.of_queries),
-            "key": Sum(work.key, work.most.of_own_keys),
-            "value": Sum(work.value, work.most.of_own_keys),
-        }
+        self.work, self.given, self.wanted, self.of_operands = work, given, wanted, of_operands
+        self.of_query = Sum(work.query, work.most.of_queries)
+        self.of_keys = [Sum(t, work.most.of_own_keys) for t in work.keys]
         self.returns: list[Return] = []
 
     def step(self, step: int, at_hand: AtHand) -> None:
         """Gradients of the portions of a step, and those of its keys on their way."""
-        work, most = self.work, self.work.most.of_keys[step]
-        of_keys = {"key": Sum(at_hand.key, most), "value": Sum(at_hand.value, most)}
-        for portion, variant, call in work.calls(step, at_hand):
+        work, keys = self.work, self.work.read(at_hand)
+        asked = work.asked(self.wanted, keys)
+        totals = {n: Sum(t, work.most.of_keys[step]) for n, t in keys.named.items()}
+        for portion, variant, call in work.calls(step, at_hand.rows, keys):
             rows, there = work.rows(portion), run_in(portion.keys, at_hand.rows)
-            found = gradients(variant, call, given_at(rows, *self.given), self.wanted)
+            found = gradients(variant, call, given_at(rows, *self.given), asked)
             self.of_operands.add(found)
             if "query" in found:
-                self.sums["query"].add(rows, found["query"])
-            for name, total in of_keys.items():
+                self.of_query.add(rows, found["query"])
+            for name, total in totals.items():
                 if name in found:
                     total.add(there, found[name])
-        if self.wanted & {"key", "value"}:
-            returned = work.routes[step].give_back(*(total.result() for total in of_keys.values()))
-            self.returns.append(returned)
+        if asked & totals.keys():
+            of_rows, of_projections = work.of_own(at_hand, {n: total.result() for n, total in totals.items()})
+            self.returns.append(work.routes[step].give_back(of_rows))
+            self.of_operands.add(of_projections)
         if len(self.returns) > 1:  # a ring holds gradients of two steps at most
-            self.returns.pop(0).add_to(self.sums["key"], self.sums["value"])
+            self.returns.pop(0).add_to(self.of_keys)
 
-    def end(self) -> None:
-        """What is under way arrives, and sinks have theirs."""
+    def result(self, state: _State) -> dict[str, Tensor]:
+        """All gradients by name, once what is under way has arrived, and sinks have theirs."""
         for portion, variant, call in self.work.sinks():
-            rows = self.work.rows(portion)
-            found = sink_gradients(variant, call, given_at(rows, *self.given), self.wanted)
-            self.of_operands.add(found)
+            given = given_at(self.work.rows(portion), *self.given)
+            self.of_operands.add(sink_gradients(variant, call, given, self.wanted))
         for returned in self.returns:
-            returned.add_to(self.sums["key"], self.sums["value"])
-        self.returns.clear()
+            returned.add_to(self.of_keys)
+        of_keys = {n: total.result() for n, total in zip(state.every[1:], self.of_keys)}
+        return {"query": self.of_query.result(), **of_keys, **self.of_operands.result(state.cp.group)}
 
 
 class _Share(torch.autograd.Function):

@@ -16,18 +16,14 @@ from .shardplan import ShardPlan
 if TYPE_CHECKING:
     from .portions import Sum
 
+Tensors = tuple[Tensor, ...]  # [B, Hkv, rows, columns]: key and value, or a latent cache
+
 
 class AtHand(NamedTuple):
     """Keys and values of a step: rows of the whole sequence, one after the other."""
 
     rows: Runs
-    key: Tensor  # [B, Hkv, rows, D]
-    value: Tensor  # [B, Hkv, rows, Dv]
-
-    def of(self, run: Run) -> tuple[Tensor, Tensor]:
-        """Those of one run, which is inside."""
-        ((first, end),) = places((run,), self.rows)
-        return self.key[:, :, first:end], self.value[:, :, first:end]
+    tensors: Tensors
 
 
 class Route:
@@ -51,63 +47,57 @@ class Route:
         self.kept = common(self.own, self.rows)  # a rank's own rows that it computes in this step
 
     # -- there -------------------------------------------------------------------------------------------------------
-    def start(self, key: Tensor, value: Tensor) -> Fetch:
+    def start(self, own: Tensors) -> Fetch:
         """Begin to send this rank's own rows, and to receive those of the step."""
-        widths = key.shape[3] + value.shape[3]
-        of_row = prod(key.shape[:2]) * widths
-        sent = [_taken((key, value), places(runs, self.own)) for runs in self.gives]
-        return Fetch(self, key, value, _Swap(sent, [count(runs) * of_row for runs in self.gets], key, self))
+        sent = [_taken(own, places(runs, self.own)) for runs in self.gives]
+        return Fetch(self, own, _Swap(sent, [count(runs) * _of_row(own) for runs in self.gets], own[0], self))
 
     # -- and back ----------------------------------------------------------------------------------------------------
-    def give_back(self, dkey: Tensor, dvalue: Tensor) -> Return:
+    def give_back(self, found: Tensors) -> Return:
         """Begin to send gradients of the rows of this step to their owners. They lie as the rows did."""
-        widths = dkey.shape[3] + dvalue.shape[3]
-        of_row = prod(dkey.shape[:2]) * widths
-        sent = [_taken((dkey, dvalue), places(runs, self.rows)) for runs in self.gets]
-        return Return(self, dkey, dvalue, _Swap(sent, [count(runs) * of_row for runs in self.gives], dkey, self))
+        sent = [_taken(found, places(runs, self.rows)) for runs in self.gets]
+        sizes = [count(runs) * _of_row(found) for runs in self.gives]
+        return Return(self, found, _Swap(sent, sizes, found[0], self))
 
 
 class Fetch:
     """Rows that are under way."""
 
-    def __init__(self, route: Route, key: Tensor, value: Tensor, swap: _Swap) -> None:
-        self.route, self.key, self.value, self.swap = route, key, value, swap
+    def __init__(self, route: Route, own: Tensors, swap: _Swap) -> None:
+        self.route, self.own, self.swap = route, own, swap
 
     def wait(self) -> AtHand:
         """The rows of the step, in the order of their positions."""
-        route, key, value = self.route, self.key, self.value
+        route, own = self.route, self.own
         if not route.is_used and route.rows == route.own:
-            return AtHand(route.own, key, value)
-        arrived: list[tuple[Run, Tensor, Tensor]] = []
+            return AtHand(route.own, own)
+        arrived: list[tuple[Run, Tensors]] = []
         for run, (first, end) in zip(route.kept, places(route.kept, route.own)):
-            arrived.append((run, key[:, :, first:end], value[:, :, first:end]))
+            arrived.append((run, tuple(t[:, :, first:end] for t in own)))
         for runs, part in zip(route.gets, self.swap.wait()):
-            arrived += zip(runs, *_given(part, runs, key, value))
+            arrived += zip(runs, _given(part, runs, own))
         arrived.sort(key=lambda found: found[0])
         if len(arrived) == 1:
-            return AtHand(route.rows, *arrived[0][1:])
+            return AtHand(route.rows, arrived[0][1])
         if not arrived:
-            return AtHand((), key[:, :, :0], value[:, :, :0])
-        _, keys, values = zip(*arrived)
-        return AtHand(route.rows, torch.cat(keys, 2), torch.cat(values, 2))
+            return AtHand((), tuple(t[:, :, :0] for t in own))
+        return AtHand(route.rows, tuple(torch.cat(parts, 2) for parts in zip(*(found for _, found in arrived))))
 
 
 class Return:
     """Gradients that are under way."""
 
-    def __init__(self, route: Route, dkey: Tensor, dvalue: Tensor, swap: _Swap) -> None:
-        self.route, self.dkey, self.dvalue, self.swap = route, dkey, dvalue, swap
+    def __init__(self, route: Route, found: Tensors, swap: _Swap) -> None:
+        self.route, self.found, self.swap = route, found, swap
 
-    def add_to(self, dkey: Sum, dvalue: Sum) -> None:
+    def add_to(self, sums: Sequence[Sum]) -> None:
         """Add what has come, and what this rank had itself, to gradients of its own rows."""
         route = self.route
         for here, there in zip(places(route.kept, route.own), places(route.kept, route.rows)):
-            dkey.add(here, self.dkey[:, :, there[0] : there[1]])
-            dvalue.add(here, self.dvalue[:, :, there[0] : there[1]])
+            _add(sums, here, tuple(t[:, :, there[0] : there[1]] for t in self.found))
         for runs, part in zip(route.gives, self.swap.wait()):
-            for here, of_key, of_value in zip(places(runs, route.own), *_given(part, runs, self.dkey, self.dvalue)):
-                dkey.add(here, of_key)
-                dvalue.add(here, of_value)
+            for here, found in zip(places(runs, route.own), _given(part, runs, self.found)):
+                _add(sums, here, found)
 
 
 class _Swap:
@@ -135,19 +125,29 @@ class _Swap:
         return self.received.split(self.sizes) if self.received.numel() or self.sizes else [self.received]
 
 
-def _taken(tensors: Sequence[Tensor], runs: Iterator[Run]) -> list[Tensor]:
+def _of_row(tensors: Tensors) -> int:
+    """Elements of a row of all of these."""
+    return sum(prod(t.shape[:2]) * t.shape[3] for t in tensors)
+
+
+def _taken(tensors: Tensors, runs: Iterator[Run]) -> list[Tensor]:
     """These rows: run by run, each tensor's in turn."""
     return [t[:, :, first:end] for first, end in runs for t in tensors]
 
 
-def _given(part: Tensor, runs: Runs, key: Tensor, value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Rows of keys and of values, run by run, from a flat part. key, value: tensors with as many heads and columns."""
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
+def _given(part: Tensor, runs: Runs, like: Tensors) -> list[Tensors]:
+    """Rows of each tensor, run by run, from a flat part. like: tensors with as many heads and columns."""
+    found: list[Tensors] = []
     place = 0
     for first, end in runs:
-        for found, like in ((keys, key), (values, value)):
-            shape = (*like.shape[:2], end - first, like.shape[3])
-            found.append(part[place : place + prod(shape)].view(shape))
-            place += prod(shape)
-    return keys, values
+        shapes = [(*t.shape[:2], end - first, t.shape[3]) for t in like]
+        sizes = [prod(shape) for shape in shapes]
+        pieces = part[place : place + sum(sizes)].split(sizes)
+        found.append(tuple(piece.view(shape) for piece, shape in zip(pieces, shapes)))
+        place += sum(sizes)
+    return found
+
+
+def _add(sums: Sequence[Sum], run: Run, parts: Tensors) -> None:
+    for total, part in zip(sums, parts):
+        total.add(run, part)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..ir.attention import Attention
 from ..ir.expr import Call, Const, Expr, Load, Symbol, call, expression, scalar, symbol, tensor
+from ..ir.philox import TOGETHER
 from ..ir.walk import children, names, rebuild, substitute
 
 Variant = TypeVar("Variant", bound=Attention)
@@ -38,13 +39,14 @@ def names_beside(variant: Attention) -> Names:
     return Names(*map(free, ("first_key", "all_queries", "all_keys", "first_head", "first_batch", "last_position")))
 
 
-def placed(variant: Variant, *, group: int = 0, packed: bool = False) -> Variant:
+def placed(variant: Variant, *, group: int = 0, packed: bool = False, in_step: bool = False) -> Variant:
     """The variant whose positions count from `first_key` on, and whose lengths are those of the whole sequence.
 
     Where the position of the first key cancels, as in `q_pos - kv_pos`, it is not read: causal masks, windows and
     ALiBi have the kernels of calls on one device. group: query heads of a key head, where heads too count from a first
-    one, and the part may have fewer of either. packed: sequences are packed, so that each has a first key and lengths
-    of its own.
+    one, and the part may have fewer of either; it then has all keys. packed: sequences are packed, so that each has a
+    first key and lengths of its own. in_step: every first key is a multiple of TOGETHER, so that what is dropped is
+    drawn for many keys at once.
     """
     own = names_beside(variant)
 
@@ -58,11 +60,16 @@ def placed(variant: Variant, *, group: int = 0, packed: bool = False) -> Variant
         head = symbol("head") + scalar(own.head, int)
         mapping |= {"head": head, "kv_head": head // group, "group": Const(group)}
     place = _Place(number(own.first_key), scalar(own.last, int) if packed else None)
-    changed: dict[str, Expr] = {}
+    changed: dict[str, Any] = {}
     for field in ("score", "mask", "scale", "sink"):
         given = getattr(variant, field)
         if given is not None:
             changed[field] = place.whole(substitute(expression(given), mapping))
+    if variant.canonical.drops:
+        first = Const(0) if group else number(own.first_key)
+        if in_step:
+            first = TOGETHER * (first // TOGETHER)
+        changed["origin"] = first, scalar(own.head, int) if group else 0, scalar(own.batch, int) if packed else 0
     return variant.replace(**changed)
 
 

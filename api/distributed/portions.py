@@ -14,10 +14,12 @@ from torch import Tensor
 
 from ..ir.attention import Attention
 from ..ir.expr import TensorOperand
+from ..ir.philox import TOGETHER
 from ..merging import lse_and_shares
 from ..runtime.call import MAIN, BackwardCall, Call, Choices, Dense, Packed, Sequences
 from ..runtime.ops.library import as_read
 from ..runtime.run.variant import Variant, variant_of
+from .latent import Keys
 from .pieces import Pieces
 from .placed import names_beside, placed, without_sink
 from .rows import Run, Runs, common, depth, places
@@ -50,11 +52,10 @@ class Portions:
     """The portions of a plan, and the variants that they are computed with."""
 
     def __init__(self, plan: ShardPlan) -> None:
-        group = plan.sizes.heads // plan.sizes.kv_heads if plan.groups > 1 else 0
-        whole: Attention = placed(plan.attention, group=group, packed=plan.starts is not None)
         self.plan, self.names = plan, names_beside(plan.attention)
-        self.with_sink, self.others = variant_of(whole), variant_of(without_sink(whole))
-        self.has_sink = whole.canonical.folded_sink is not None
+        own = plan.attention.canonical
+        self.has_sink, self.drops = own.folded_sink is not None, own.drops
+        self.variant = cache(self._variant)
         self.portions, self.sinks, self.packed = cache(self._portions), cache(self._sinks), cache(self._packed)
         self.most = cache(self._most)
 
@@ -68,6 +69,11 @@ class Portions:
             [depth(p.keys for p in step) for step in steps],
             depth((*here, *sent)),
         )
+
+    def _variant(self, sink: bool, in_step: bool) -> Variant:
+        """sink: with that of the variant. in_step: all first keys lie where dropout draws many at once."""
+        found: Attention = placed(self.plan.attention, packed=self.plan.starts is not None, in_step=in_step)
+        return variant_of(found if sink else without_sink(found))
 
     def _portions(self, rank: int) -> list[list[Portion]]:
         """Of each step. The first portion that has all queries of a task has their sink."""
@@ -92,25 +98,24 @@ class Portions:
         return [task.queries for task in self.plan.tasks[rank] if task.queries not in have]
 
     def call(
-        self, portion: Portion, tensors: tuple[Tensor, Tensor, Tensor], operands: Mapping[str, Any], choices: Choices,
-        first_head: int,
-    ) -> tuple[Variant, Call]:  # fmt: skip
-        """tensors: query, key and value of the portion. first_head: the number of their first query head."""
+        self, portion: Portion, query: Tensor, keys: Keys, operands: Mapping[str, Any], choices: Choices
+    ) -> tuple[Variant, Call]:
+        """query, keys: of the portion."""
         plan, names = self.plan, self.names
-        variant = self.with_sink if portion.sink else self.others
         beside: dict[str, Any]
         if plan.starts is None:
             beside = {names.first_key: portion.keys[0], names.q_len: plan.sizes.q_len, names.kv_len: plan.sizes.kv_len}
             sequences: Sequences = Dense(plan.q_offset + portion.queries[0] - portion.keys[0])
+            in_step = portion.keys[0] % TOGETHER == 0
         else:
-            sequences, beside = self.packed(portion, tensors[0].device)
-        beside = {**beside, names.head: first_head}
+            sequences, beside, in_step = self.packed(portion, query.device)
+        variant = self.variant(portion.sink, in_step and self.drops)
         given = {n: operands[n] if n in operands else beside[n] for n in variant.names}
         choices = replace(choices, part=True) if portion.part else choices
-        return variant, Call(*tensors, None, given, sequences, choices, plan.sizes.head_dim)
+        return variant, Call(query, *keys, given, sequences, choices, plan.sizes.head_dim)
 
-    def _packed(self, portion: Portion, device: torch.device) -> tuple[Packed, dict[str, Any]]:
-        """Where the rows of packed sequences lie in a portion, and what a placed variant reads of them."""
+    def _packed(self, portion: Portion, device: torch.device) -> tuple[Packed, dict[str, Any], bool]:
+        """Where the rows of packed sequences lie in a portion, what a placed variant reads of them, and `in_step`."""
         plan, names = self.plan, self.names
         assert plan.starts is not None
         (first, end), (first_key, end_key) = portion.queries, portion.keys
@@ -127,7 +132,7 @@ class Portions:
         )
         beside = {names.first_key: first_keys, names.q_len: all_rows, names.kv_len: all_rows, names.batch: number}
         beside[names.last] = max(0, plan.longest - 1)
-        return Packed(cu_q, cu_kv, q_offset), beside
+        return Packed(cu_q, cu_kv, q_offset), beside, all(n % TOGETHER == 0 for n in firsts)
 
 
 class Joined:
@@ -138,7 +143,7 @@ class Joined:
     """
 
     def __init__(self, query: Tensor, width: int, parts: Portions, most: int) -> None:
-        facts = parts.with_sink.facts
+        facts = parts.variant(True, False).facts
         self.is_far, self.sums = facts.scores_lie_far, not facts.attention.canonical.weighs.saves_lse
         self.query, self.shape = query, (*query.shape[:3], width)
         self.pieces, self.keeps_wide = Pieces(-2, -1), most > 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 Run = tuple[int, int]  # first row, and the one behind the last
 Runs = tuple[Run, ...]  # not empty, apart from each other, in order
@@ -106,10 +106,16 @@ class Deal:
         return self.owners[run[0] // self.chunk : -(-run[1] // self.chunk)]
 
     @cached_property
+    def chunks(self) -> Runs:
+        """All of them in order, some of them perhaps empty."""
+        ends = [min(n * self.chunk, self.length) for n in range(len(self.owners) + 1)]
+        return tuple(pairwise(ends))
+
+    @cached_property
     def _of_ranks(self) -> list[Runs]:
         runs: list[list[Run]] = [[] for _ in range(self.ranks)]
-        for n, owner in enumerate(self.owners):
-            runs[owner].append((min(n * self.chunk, self.length), min((n + 1) * self.chunk, self.length)))
+        for run, owner in zip(self.chunks, self.owners):
+            runs[owner].append(run)
         return [joined(own) for own in runs]
 
 
@@ -129,20 +135,20 @@ def contiguous(length: int, ranks: int) -> Deal:
     return Deal(length, chunk_of(length, ranks), tuple(range(ranks)), ranks)
 
 
-def zigzag(length: int, ranks: int) -> Deal:
+def zigzag(length: int, ranks: int, multiple: int = 1) -> Deal:
     """Two chunks for each rank, one from either end: causal masks then leave all ranks the same number of pairs
     (Brandon et al. 2023, "Striped Attention"; the zigzag form of ring attention)."""
     order = (*range(ranks), *reversed(range(ranks)))
-    return Deal(length, chunk_of(length, 2 * ranks), order, ranks)
+    return Deal(length, chunk_of(length, 2 * ranks, multiple), order, ranks)
 
 
-def striped(length: int, ranks: int, stripes: int = 16) -> Deal:
+def striped(length: int, ranks: int, multiple: int = 1, stripes: int = 16) -> Deal:
     """Chunks in turn, up to this many for each rank, fewer where there are many ranks."""
     number = ranks * max(1, min(stripes, MOST_CHUNKS // ranks, -(-length // ranks)))
-    return Deal(length, chunk_of(length, number), tuple(n % ranks for n in range(number)), ranks)
+    return Deal(length, chunk_of(length, number, multiple), tuple(n % ranks for n in range(number)), ranks)
 
 
-def by_pairs(length: int, ranks: int, pairs: Sequence[int]) -> Deal:
+def by_pairs(length: int, ranks: int, pairs: Sequence[int], multiple: int = 1) -> Deal:
     """As many chunks for each rank, so that the ranks have about the same number of visible pairs.
 
     pairs: of each chunk; their number is a multiple of that of the ranks. The largest goes first, to the rank with the
@@ -155,4 +161,4 @@ def by_pairs(length: int, ranks: int, pairs: Sequence[int]) -> Deal:
         owners[n] = rank
         sums[rank] += pairs[n]
         room[rank] -= 1
-    return Deal(length, chunk_of(length, len(pairs)), tuple(owners), ranks)
+    return Deal(length, chunk_of(length, len(pairs), multiple), tuple(owners), ranks)

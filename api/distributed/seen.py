@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..compiler.analysis.tiles.facts import facts_of
@@ -19,13 +20,28 @@ from ..compiler.planning.records import Shape
 from ..ir.attention import Attention
 from ..ir.errors import Problem, collected
 from ..ir.expr import TensorOperand
-from ..ir.walk import names, symbols
+from ..ir.philox import TOGETHER
+from ..ir.reference import evaluate
+from ..ir.walk import loads, names, symbols
 from ..request import environment
+from .documents import ids_of, inside, starts_of
 from .rows import Run, Runs, common, joined
 
 _TILES = 2048  # of an axis, that tensors are looked at in: a second of the host
 _ROWS = 1 << 5  # of a run, that are looked at one by one
+_SAMPLES = 64  # runs of rows of a piece, whose ends stand for what is between
 _HEADS = 8  # whose pairs are counted: they stand for all
+_CPU = torch.device("cpu")
+
+
+class Piece(NamedTuple):
+    """Queries of one sequence: rows counted from its first one, its length, and its number."""
+
+    first: int
+    end: int
+    length: int
+    number: int
+    keys: Run  # those outside are not seen
 
 
 def decisive_tensors(attention: Attention) -> frozenset[str]:
@@ -46,7 +62,7 @@ class Sight:
     ) -> None:
         self.attention, self.sizes, self.q_offset, self.first_batch = attention, sizes, q_offset, first_batch
         self.facts = facts_of(attention)
-        self.given = {n: v.detach().cpu() if isinstance(v, Tensor) else v for n, v in given.items()}
+        self.given = {n: v.detach() if isinstance(v, Tensor) else v for n, v in given.items()}
         self._check()
         self._tiles: dict[int, Callable[[int], Visited]] = {}
 
@@ -83,7 +99,7 @@ class Sight:
         return [p for p in self.attention.canonical.parameters if p.name in read]
 
     @cached_property
-    def _lanes(self) -> list[dict[str, Any]]:
+    def lanes(self) -> list[dict[str, Any]]:
         """What tile programs read, of each head and batch row whose queries see keys of their own."""
         sizes, read = self.sizes, symbols(self.attention.canonical.folded_mask)
         batches = range(self.first_batch, self.first_batch + (sizes.batch if "batch" in read else 1))
@@ -97,32 +113,154 @@ class Sight:
         """Keys that queries in these rows may see."""
         if not self.attention.canonical.is_masked:
             return joined([(0, self.sizes.kv_len)])
-        return joined(run for n in range(len(self._lanes)) for run in self._keys(n, queries))
+        if self.at_once:
+            return self.keys_of([queries])[0]
+        return self.in_step(joined(run for n in range(len(self.lanes)) for run in self._keys(n, queries)))
+
+    def in_step(self, keys: Runs) -> Runs:
+        """Of variants that drop weights: with the keys before that share draws."""
+        if not self.attention.canonical.drops:
+            return keys
+        return joined((first // TOGETHER * TOGETHER, end) for first, end in keys)
 
     def queries(self, keys: Run, among: Run) -> Run:
         """Of the queries in `among`, a run that has all those that may see keys in these rows; it may be empty."""
         if not self.attention.canonical.is_masked:
             return among
-        found = joined(run for n in range(len(self._lanes)) for run in self._queries(n, keys))
+        found = joined(run for n in range(len(self.lanes)) for run in self._queries(n, keys))
+        if self._documents is not None and self.measures:
+            off = self.q_offset
+            own = [[(starts[k], starts[k + 1]) for k, _ in inside(starts, keys)] for starts in self._documents.values()]
+            found = common(found, joined((a - off, b - off) for runs in own for a, b in runs))
         seen = common(found, (among,))
         return (seen[0][0], seen[-1][1]) if seen else (among[0], among[0])
 
+    def keys_of(self, runs: Sequence[Run]) -> list[Runs]:
+        """Keys that the queries of each of these runs may see."""
+        if not self.at_once:
+            return [self.keys(run) for run in runs]
+        found: list[list[Run]] = [[] for _ in runs]
+        for lane in self.lanes:
+            pieces, owners = self._pieces(lane, runs)
+            for n, keys in zip(owners, self.keys_of_pieces(lane, pieces)):
+                found[n] += keys
+        return [self.in_step(joined(keys)) for keys in found]
+
+    def pairs_of(self, runs: Sequence[Run]) -> list[int]:
+        """About how many pairs of a head of a batch row each of these runs of queries sees."""
+        if not self.at_once:
+            return [self.pairs(run) for run in runs]
+        found, lanes = [0] * len(runs), self.chosen_lanes
+        for lane in lanes:
+            pieces, owners = self._pieces(lane, runs)
+            for n, pairs in zip(owners, self.pairs_of_pieces(lane, pieces)):
+                found[n] += pairs
+        return [pairs // len(lanes) for pairs in found]
+
+    @property
+    def chosen_lanes(self) -> list[dict[str, Any]]:
+        """Those that stand for all where pairs are counted."""
+        return self.lanes[:: max(1, len(self.lanes) // _HEADS)]
+
     def pairs(self, queries: Run) -> int:
-        """About how many pairs of a head of a batch row they see."""
+        """The same of one."""
         first, end = queries
         if first >= end:
             return 0
         if not self.attention.canonical.is_masked:
             return (end - first) * self.sizes.kv_len
-        chosen = range(0, len(self._lanes), max(1, len(self._lanes) // _HEADS))
+        if self.at_once:
+            return self.pairs_of([queries])[0]
+        chosen = range(0, len(self.lanes), max(1, len(self.lanes) // _HEADS))
         return sum(self._pairs(n, queries) for n in chosen) // len(chosen)
+
+    # -- of many runs at once ----------------------------------------------------------------------------------------
+    @cached_property
+    def at_once(self) -> bool:
+        """Whether tile programs run for many pieces at once: they read numbers alone, none with a name of their own."""
+        program = self.facts.kv_tiles
+        own = {line.name for line in program.body} | {"block", "length", "q_first", "q_last"}
+        return (
+            self.attention.canonical.is_masked
+            and not any(loads(line.value) for line in program.body)
+            and not own & {p.name for p in self.attention.canonical.parameters}
+            and (not self.measures or self._documents is not None)
+        )
+
+    @cached_property
+    def _documents(self) -> dict[int, list[int]] | None:
+        """Of each batch row where documents start, where that is all that values of tensors say."""
+        read = ids_of(self.facts.survey)
+        ids = None if read is None else self.given.get(read.tensor.name)
+        if not isinstance(ids, Tensor) or ids.dim() != read.tensor.rank:  # type: ignore[union-attr]
+            return None
+        numbers = {lane["batch"] for lane in self.lanes}
+        first, end = self.q_offset, max(self.q_offset + self.sizes.q_len, self.sizes.kv_len)
+        if first < 0 or end > ids.shape[-1] or (ids.dim() == 2 and max(numbers) >= len(ids)):
+            return None  # reads beyond the tensor, which whoever looks at each row refuses
+        found = {number: starts_of(ids if ids.dim() == 1 else ids[number]) for number in numbers}
+        return None if None in found.values() else found  # type: ignore[return-value]
+
+    def _pieces(self, lane: Mapping[str, Any], runs: Sequence[Run]) -> tuple[list[Piece], list[int]]:
+        """Of these runs, cut where documents end, with the number of the run that each belongs to."""
+        pieces, owners, number, length = list[Piece](), list[int](), lane["batch"], self.sizes.kv_len
+        for n, (first, end) in enumerate(runs):
+            if self._documents is None:
+                found = [Piece(first, end, length, number, (0, length))] if first < end else []
+            else:
+                starts, off = self._documents[number], self.q_offset
+                cut = inside(starts, (first + off, end + off))
+                found = [Piece(a - off, b - off, length, number, (starts[k], starts[k + 1])) for k, (a, b) in cut]
+            pieces += found
+            owners += [n] * len(found)
+        return pieces, owners
+
+    def _ran(self, lane: Mapping[str, Any], pieces: Sequence[Piece], rows: Tensor, last: Tensor) -> list[list[Tensor]]:
+        """Ranges of keys that queries from `rows` to `last` of each piece may see: of each its ends, [pieces, n]."""
+        lengths, numbers = (torch.tensor(n)[:, None] for n in ([p.length for p in pieces], [p.number for p in pieces]))
+        values: dict[str, Any] = {
+            **lane, "batch": numbers, "kv_len": lengths, "length": lengths, "block": 1,
+            "q_first": rows + self.q_offset, "q_last": last + self.q_offset,
+        }  # fmt: skip
+        if self.sizes.q_len == self.sizes.kv_len:
+            values["q_len"] = lengths
+        program = self.facts.kv_tiles
+        for line in program.body:
+            values[line.name] = evaluate(line.value, values, torch.float64, _CPU)
+        first, end = (torch.tensor([p.keys[k] for p in pieces])[:, None] for k in range(2))
+        ends = [values[name].clamp(first, end).expand(rows.shape) for name in program.outputs]
+        return [[lo, full_lo, full_hi, hi] for lo, full_lo, full_hi, hi in zip(*[iter(ends)] * 4)]
+
+    def keys_of_pieces(self, lane: Mapping[str, Any], pieces: Sequence[Piece]) -> list[list[Run]]:
+        """Keys that each of these may see, counted from the first of its sequence."""
+        if not pieces:
+            return []
+        first, last = (torch.tensor(n)[:, None] for n in ([p.first for p in pieces], [p.end - 1 for p in pieces]))
+        found: list[list[Run]] = [[] for _ in pieces]
+        for span in self._ran(lane, pieces, first, last):
+            for n, (lo, full_lo, full_hi, hi) in enumerate(zip(*(end[:, 0].tolist() for end in span))):
+                found[n] += (lo, full_lo), (full_lo, full_hi), (full_hi, hi)
+        return found
+
+    def pairs_of_pieces(self, lane: Mapping[str, Any], pieces: Sequence[Piece]) -> list[int]:
+        """About how many pairs each of these sees: the ends of some runs of its rows stand for what is between."""
+        if not pieces:
+            return []
+        first, rows = (torch.tensor(n)[:, None] for n in ([p.first for p in pieces], [p.end - p.first for p in pieces]))
+        ends = torch.arange(_SAMPLES + 1) * rows // (_SAMPLES)
+        starts, behind = ends[:, :-1], ends[:, 1:]
+        looked_at = first + torch.cat([starts, (behind - 1).clamp(min=0)], 1)
+        seen = torch.zeros_like(looked_at)
+        for span in self._ran(lane, pieces, looked_at, looked_at):
+            seen += sum((end - begin).clamp(min=0) for begin, end in pairwise(span))
+        return ((seen * (behind - starts).repeat(1, 2)).sum(1) // 2).tolist()
 
     # -- of one lane -------------------------------------------------------------------------------------------------
     def _keys(self, lane: int, queries: Run) -> Iterator[Run]:
         first, end = queries
         if first >= end:
             return
-        env, block, length = self._lanes[lane], 1, self.sizes.kv_len
+        env, block, length = self.lanes[lane], 1, self.sizes.kv_len
         if self.measures:
             block = self._block
             for number in range(first // block, -(-end // block)):
@@ -134,15 +272,15 @@ class Sight:
             yield from ((max(0, run.start), min(length, run.stop)) for run in runs)
 
     def _queries(self, lane: int, keys: Run) -> Iterator[Run]:
-        """By positions: what tensors hide besides is not looked at here."""
+        """By positions: what tensors hide besides, other than in documents, is not looked at here."""
         length = self.sizes.q_len
         own = {"block": 1, "length": length, "kv_first": keys[0], "kv_last": keys[1] - 1}
-        for runs in tile_runs(self.facts.q_tiles, self._lanes[lane], own):
+        for runs in tile_runs(self.facts.q_tiles, self.lanes[lane], own):
             yield from ((max(0, run.start), min(length, run.stop)) for run in runs)
 
     def _pairs(self, lane: int, queries: Run) -> int:
         first, end = queries
-        env = self._lanes[lane]
+        env = self.lanes[lane]
         if not self.measures:
             rows, offset = end - first, first + self.q_offset
             return visible_pairs(
@@ -162,9 +300,10 @@ class Sight:
 
     def _measured(self, lane: int) -> Callable[[int], Visited]:
         if lane not in self._tiles:
-            facts, env, sizes = self.facts, self._lanes[lane], self.sizes
+            facts, env, sizes = self.facts, self.lanes[lane], self.sizes
             assert facts.survey is not None
-            blocks = pair_blocks(facts, {**env, **self.given}) if facts.survey.by_pair else None
+            given = {n: v.cpu() if isinstance(v, Tensor) else v for n, v in self.given.items()}
+            blocks = pair_blocks(facts, {**env, **given}) if facts.survey.by_pair else None
             found = Measurement(
                 facts.survey, env, q_len=sizes.q_len, kv_len=sizes.kv_len, q_offset=self.q_offset, blocks=blocks
             )
@@ -189,19 +328,14 @@ class PackedSight:
             own = replace(sizes, batch=1, q_len=length, kv_len=length)
             return Sight(attention, own, 0, numbers, number)
 
+        self._any = of(max(1, sizes.q_len), 0)  # whose tile program is that of all
         self._of = lambda n: of(starts[n + 1] - starts[n], n if by_number else 0)
         self.stands_on = self._of(0).stands_on if len(starts) > 1 else frozenset[str]()
 
     def _inside(self, run: Run) -> Iterator[tuple[int, int, Run]]:
         """Sequences that have rows in a run: number, first row, and those rows counted from it."""
-        number = max(0, bisect_right(self.starts, run[0]) - 1)
-        for n in range(number, len(self.starts) - 1):
-            start, end = self.starts[n], self.starts[n + 1]
-            if start >= run[1]:
-                return
-            first, behind = max(run[0], start), min(run[1], end)
-            if first < behind:
-                yield n, start, (first - start, behind - start)
+        for n, (first, end) in inside(self.starts, run):
+            yield n, self.starts[n], (first - self.starts[n], end - self.starts[n])
 
     def keys(self, queries: Run) -> Runs:
         """As of Sight."""
@@ -218,6 +352,38 @@ class PackedSight:
             first, end = self._of(n).queries(own, (0, self.starts[n + 1] - start))
             found += common(((start + first, start + end),) if first < end else (), (among,))
         return (min(found)[0], max(found)[1]) if found else (among[0], among[0])
+
+    def _pieces(self, runs: Sequence[Run]) -> tuple[list[Piece], list[tuple[int, int]]]:
+        """Of all these, with the number of the run and the first row of the sequence of each."""
+        pieces, where = list[Piece](), list[tuple[int, int]]()
+        for n, run in enumerate(runs):
+            for k, start, own in self._inside(run):
+                length = self.starts[k + 1] - start
+                pieces.append(Piece(*own, length, k, (0, length)))
+                where.append((n, start))
+        return pieces, where
+
+    def keys_of(self, runs: Sequence[Run]) -> list[Runs]:
+        """As of Sight."""
+        if not self._any.at_once:
+            return [self.keys(run) for run in runs]
+        found: list[list[Run]] = [[] for _ in runs]
+        pieces, where = self._pieces(runs)
+        for lane in self._any.lanes:
+            for (n, start), keys in zip(where, self._any.keys_of_pieces(lane, pieces)):
+                found[n] += [(start + first, start + end) for first, end in self._any.in_step(joined(keys))]
+        return [joined(keys) for keys in found]
+
+    def pairs_of(self, runs: Sequence[Run]) -> list[int]:
+        """As of Sight."""
+        if not self._any.at_once:
+            return [self.pairs(run) for run in runs]
+        found, lanes = [0] * len(runs), self._any.chosen_lanes
+        pieces, where = self._pieces(runs)
+        for lane in lanes:
+            for (n, _), pairs in zip(where, self._any.pairs_of_pieces(lane, pieces)):
+                found[n] += pairs
+        return [pairs // len(lanes) for pairs in found]
 
     def pairs(self, queries: Run) -> int:
         """As of Sight."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -16,10 +17,10 @@ from ..compiler.planning.machines import hardware
 from ..compiler.planning.machines.hardware import Hardware
 from ..compiler.planning.records import Shape
 from ..ir.attention import Attention
-from ..ir.errors import Problem, UnavailableError, WeftError, counted, shown
-from ..ir.expr import Load, TensorOperand, expression
+from ..ir.errors import Problem, WeftError, counted, shown
+from ..ir.expr import TensorOperand
 from ..ir.numbers import is_int
-from ..ir.walk import nodes, symbols
+from ..ir.philox import TOGETHER
 from ..runtime.run.variant import variant_of
 from . import rows
 from .rows import Deal, Run, Runs, common, count, joined, without
@@ -34,9 +35,9 @@ _CHUNKS = 8  # of a rank, where chunks are dealt by visible pairs
 # Shares of what long matrix products reach that attention kernels reach, and passes of a backward for each of a forward
 # (docs/performance.md has the rows).
 _FORWARD, _BACKWARD, _PRODUCTS = 0.8, 0.65, 2.5
+_NEAR = 1.03  # times as long as the fastest: plans that are as good
 _ONE_MORE = 150e-6  # seconds that one more call takes: its last tiles leave most of the device idle
 _JOINED_BYTES = 24  # that joining two results moves for each element of out
-_MOST_GROUPS = 8  # of heads
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,30 @@ class ShardPlan:
     starts: tuple[int, ...] | None = None  # the first row of each packed sequence, and the end of the last
     looked_at: Mapping[str, Any] = field(default_factory=dict)  # operands whose values the plan stands on
     versions: Mapping[str, int] = field(default_factory=dict)  # of those that are tensors, when they were looked at
-    # other strategies that were thought of: name, seconds, times as fast as one device
-    others: tuple[tuple[str, float, float], ...] = ()
+    thought_of: Callable[[], tuple[tuple[str, float, float], ...]] | None = field(default=None, repr=False)
+
+    @cached_property
+    def others(self) -> tuple[tuple[str, float, float], ...]:
+        """Other strategies that were thought of: name, seconds, times as fast as one device."""
+        return () if self.thought_of is None else self.thought_of()
+
+    @property
+    def columns(self) -> int:
+        """Of a row of keys, that travel: of all key heads and values, or of a latent cache."""
+        if self.attention.latent is not None:
+            return self.attention.latent.rank + self.attention.latent.rope
+        return self.sizes.kv_heads * (self.sizes.head_dim + self.sizes.value_dim)
 
     @property
     def longest(self) -> int:
         """Rows of the longest packed sequence."""
         assert self.starts is not None
         return max((b - a for a, b in pairwise(self.starts)), default=0)
+
+    @cached_property
+    def undropped(self) -> ShardPlan:
+        """The same of the variant without dropout."""
+        return replace(self, attention=self.attention.replace(dropout=0.0))
 
     @cached_property
     def told(self) -> str:
@@ -119,7 +136,6 @@ class ShardPlan:
                 self.ranks,
                 self.strategy,
                 self.steps(0),
-                self.groups,
                 self.keeps,
                 self.queries,
                 self.keys,
@@ -151,60 +167,25 @@ class ShardPlan:
             return self.strategy == "ring"
         if _has_row_sums(self.attention):  # which are more exact where a call has all keys of its queries
             return False
-        return self._seconds_besides(None) < min(map(self._seconds_besides, self._groupings))
-
-    @cached_property
-    def groups(self) -> int:
-        """Groups of key heads: keys of one travel while those before are computed. 1 where a rank computes its own keys
-        meanwhile, or nothing travels."""
-        if self.overlaps or self.strategy == "heads" or not self._travel(self._busiest):
-            return 1
-        return min(self._groupings, key=self._seconds_besides)
+        busiest = max(range(self.ranks), key=self._travel)
+        travel, own = self._travel(busiest), self._own_share(busiest) * self.pairs[busiest] * self._seconds_of_pair[0]
+        gathering = 2 * self._of_row * count(self.needed(busiest)) / self.hardware.hbm_bytes_per_second
+        return max(0.0, travel - own) + self._joining(busiest) < travel + (gathering if travel else 0.0)
 
     @cached_property
     def keeps(self) -> bool:
         """Whether the backward has the keys that the forward had: no more came from others than a rank has itself."""
-        if not self._travel(self._busiest):
-            return True
-        others = (count(without(self.needed(r), self.keys.rows(r))) for r in range(self.ranks))
-        return self.strategy != "ring" and self.groups == 1 and max(others) <= -(-self.sizes.kv_len // self.ranks)
-
-    @cached_property
-    def _groupings(self) -> list[int]:
-        """Numbers of groups that could be. Tensors that are read by head are not cut."""
-        heads = self.sizes.kv_heads
-        return [
-            n for n in range(1, 1 + _MOST_GROUPS) if heads % n == 0 and (n == 1 or not _loads_by_head(self.attention))
-        ]
-
-    @cached_property
-    def _busiest(self) -> int:
-        return max(range(self.ranks), key=self._travel)
-
-    def _seconds_besides(self, groups: int | None) -> float:
-        """What a forward of the busiest rank takes besides its products, with so many groups of heads; None: while it
-        computes its own keys first."""
-        rank = self._busiest
-        travel, compute = self._travel(rank), self.pairs[rank] * self._seconds_of_pair[0]
-        if groups is None:
-            return max(0.0, travel - self._own_share(rank) * compute) + self._joining(rank)
-        moved = 2 * self._of_row * count(self.needed(rank)) / self.hardware.hbm_bytes_per_second if travel else 0.0
-        more = (groups - 1) * len(self.tasks[rank]) * _ONE_MORE
-        return travel / groups + max(0.0, (travel - compute) * (groups - 1) / groups) + moved + more
+        others = max(count(without(self.needed(r), self.keys.rows(r))) for r in range(self.ranks))
+        return not others or (self.strategy != "ring" and others <= -(-self.sizes.kv_len // self.ranks))
 
     @cached_property
     def _of_row(self) -> int:
-        """Bytes of a row of keys and values."""
-        sizes = self.sizes
-        return sizes.batch * sizes.kv_heads * (sizes.head_dim + sizes.value_dim) * sizes.element_bytes
+        """Bytes of a row of keys and values, or of a latent cache."""
+        return self.sizes.batch * self.columns * self.sizes.element_bytes
 
     @cached_property
     def _seconds_of_pair(self) -> tuple[float, float]:
-        """Of all heads, forward and backward."""
-        sizes = self.sizes
-        flops = 2 * sizes.batch * sizes.heads * (sizes.head_dim + sizes.value_dim)
-        rate = self.hardware.matrix_flops(sizes.dtype)
-        return flops / rate / _FORWARD, _PRODUCTS * flops / rate / _BACKWARD
+        return _seconds_of_a_pair(self.sizes, self.hardware)
 
     def _joining(self, rank: int) -> float:
         """Seconds that it takes to join results over other keys to those over a rank's own."""
@@ -281,13 +262,13 @@ class ShardPlan:
         for rank in range(self.ranks):
             inside, beyond = (n * self._of_row for n in self._received(rank))
             travel = self._travel(rank)
-            hidden = 1.0 if self.strategy == "ring" else self._own_share(rank) if self.overlaps else 1 - 1 / self.groups
+            hidden = 1.0 if self.strategy == "ring" else self._own_share(rank) if self.overlaps else 0.0
             joining = self._joining(rank) if self.overlaps else 0.0
             times = []
             for n, of_pair in enumerate(seconds):
                 compute = self.pairs[rank] * of_pair
                 moved = travel * (1 + n)  # gradients go the same way back
-                exposed = max(moved / self.groups if self.groups > 1 else 0.0, moved - hidden * compute)
+                exposed = max(0.0, moved - hidden * compute)
                 times.append(compute + exposed + joining)
                 if exposed > compute and sum(times) >= sum(slowest):
                     bound = "links between hosts" if beyond / self.links.between > travel / 2 else "links of a host"
@@ -341,29 +322,48 @@ def plan(
     """A plan for any number of ranks, of machines that need not be there.
 
     length, kv_length: of the whole sequence. cu_seqlens: of sequences packed into one batch row, the first row of each,
-    and the end of the last; positions, lengths and `batch` are then those of a sequence. operands: numbers that the
-    mask reads, and the tensors whose values decide which keys are seen, such as document ids; a plan that stands on
-    values holds for these alone. strategy: "gather", "ring", "exchange", "heads", or "auto"; balance: "contiguous",
-    "zigzag", "striped", "pairs", or "auto", which takes what is predicted to be fastest. device: a name such as "h100";
-    this machine where not given.
+    and the end of the last; positions, lengths and `batch` are then those of a sequence. head_dim, value_dim: of latent
+    attention the widths of its queries, nope + rope, or rank + rope where they are latent already, and of its output.
+    operands: numbers that the mask reads, and the tensors whose values decide which keys are seen, such as document
+    ids; a plan that stands on values holds for these alone. strategy: "gather", "ring", "exchange", "heads", or "auto";
+    balance: "contiguous", "zigzag", "striped", "pairs", or "auto", which takes what is predicted to be fastest. device:
+    a name such as "h100"; this machine where not given.
 
-    Raises WeftError for sizes and names that are none, and UnavailableError for what is not divided over ranks.
+    Raises WeftError for sizes and names that are none.
     """
-    refuse(attention)
+    is_latent = attention.latent is not None
     keys = length if kv_length is None else kv_length
-    sizes = Shape(batch, heads, heads if kv_heads is None else kv_heads, length, keys, head_dim,
+    sizes = Shape(batch, heads, (1 if is_latent else heads) if kv_heads is None else kv_heads, length, keys, head_dim,
                   head_dim if value_dim is None else value_dim, dtype)  # fmt: skip
-    _check(ranks, sizes, strategy, balance)
+    _check(ranks, sizes, strategy, balance, is_latent)
     starts = None if cu_seqlens is None else _starts(cu_seqlens, sizes, q_offset)
     offset = keys - length if q_offset is None else q_offset
     machine = hardware.this_machine() if device is None else hardware.by_name(device)
+    asked = attention, sizes, offset, ranks, machine, links or Links(), starts, strategy, balance
+    if all(isinstance(v, (int, float)) for v in operands.values()):
+        return _kept(*asked, tuple((n, type(v), v) for n, v in sorted(operands.items())))
+    return _planned(*asked, operands)
+
+
+@lru_cache(maxsize=128)
+def _kept(*asked: Any) -> ShardPlan:
+    """The plan that was made for the same numbers before, with what is known of it."""
+    *of_call, numbers = asked
+    make: Callable[..., ShardPlan] = _planned
+    return make(*of_call, {n: v for n, _, v in numbers})
+
+
+def _planned(
+    attention: Attention, sizes: Shape, offset: int, ranks: int, machine: Hardware, links: Links,
+    starts: tuple[int, ...] | None, strategy: str, balance: str, operands: Mapping[str, Any],
+) -> ShardPlan:  # fmt: skip
     sight: Sight | PackedSight
     if starts is None:
         sight = Sight(attention, sizes, offset, operands)
     else:
         sight = PackedSight(attention, sizes, starts, operands)
     looked_at = {n: operands[n] for n in sorted(sight.stands_on)}
-    maker = _Maker(attention, sizes, offset, ranks, machine, links or Links(), sight, looked_at, starts)
+    maker = _Maker(attention, sizes, offset, ranks, machine, links, sight, looked_at, starts)
     return maker.best(strategy, balance)
 
 
@@ -376,27 +376,6 @@ def plan_of_sizes(
         kv_length=sizes.kv_len, head_dim=sizes.head_dim, value_dim=sizes.value_dim, dtype=sizes.dtype, device=device,
         links=Links(per_host=per_host), **operands,
     )  # fmt: skip
-
-
-def refuse(attention: Attention) -> None:
-    """Raise UnavailableError for variants that are not computed over ranks."""
-    if attention.latent is not None:
-        raise UnavailableError(
-            f"{attention.name}: latent attention is not divided over ranks by sequence; expand keys and values, and "
-            "call a variant without latent="
-        )
-    if attention.canonical.drops:
-        raise UnavailableError(
-            f"{attention.name}: dropout is not divided over ranks by sequence: its draws count rows from 0 on each; "
-            "use train=False, or dropout=0"
-        )
-
-
-def _loads_by_head(attention: Attention) -> bool:
-    """Whether the score, the mask or the scale reads a tensor by head."""
-    given = [expression(e) for e in (attention.score, attention.mask, attention.scale) if e is not None]
-    loads = (node for e in given for node in nodes(e) if isinstance(node, Load))
-    return any(symbols(index) & {"head", "kv_head", "group"} for load in loads for index in load.index)
 
 
 @lru_cache(maxsize=64)
@@ -424,7 +403,7 @@ def _starts(given: Sequence[int] | Tensor, sizes: Shape, q_offset: int | None) -
     return starts
 
 
-def _check(ranks: int, sizes: Shape, strategy: str, balance: str) -> None:
+def _check(ranks: int, sizes: Shape, strategy: str, balance: str, is_latent: bool) -> None:
     numbers = {"ranks": ranks, "batch": sizes.batch, "heads": sizes.heads, "kv_heads": sizes.kv_heads,
                "length": sizes.q_len, "kv_length": sizes.kv_len, "head_dim": sizes.head_dim}  # fmt: skip
     problems = [
@@ -437,14 +416,25 @@ def _check(ranks: int, sizes: Shape, strategy: str, balance: str) -> None:
         problems.append(
             Problem(option="heads", expected=f"a multiple of kv_heads {sizes.kv_heads}", got=str(sizes.heads))
         )
+    if is_latent and sizes.kv_heads != 1:
+        problems.append(Problem(option="kv_heads", expected="1, as a latent cache has", got=str(sizes.kv_heads)))
     if problems:
         raise WeftError.of("plan", *problems)
-    if strategy == "heads" and (why := _not_by_heads(sizes, ranks)):
+    if strategy == "heads" and (why := _not_by_heads(sizes, ranks, is_latent)):
         raise WeftError(f"plan: strategy='heads': {why}")
 
 
-def _not_by_heads(sizes: Shape, ranks: int) -> str | None:
+def _seconds_of_a_pair(sizes: Shape, machine: Hardware) -> tuple[float, float]:
+    """That products take for a pair of a head of a batch row, forward and backward, of all heads and batch rows."""
+    flops = 2 * sizes.batch * sizes.heads * (sizes.head_dim + sizes.value_dim)
+    rate = machine.matrix_flops(sizes.dtype)
+    return flops / rate / _FORWARD, _PRODUCTS * flops / rate / _BACKWARD
+
+
+def _not_by_heads(sizes: Shape, ranks: int, is_latent: bool) -> str | None:
     """Why heads cannot be divided; None where they can."""
+    if is_latent:
+        return "expected a variant without latent=, whose keys are those of some heads; take strategy='exchange'"
     if sizes.heads % ranks:
         return f"expected a number of heads that {ranks} ranks divide, got {sizes.heads}"
     if sizes.kv_heads % ranks and ranks % sizes.kv_heads:
@@ -468,63 +458,105 @@ class _Maker:
 
     def best(self, strategy: str, balance: str) -> ShardPlan:
         """The one that is predicted to be fastest; of those within 3 %, that with the simplest strategy."""
-        tried = list(self._candidates(strategy, balance))
-        least = min(p.predicted.seconds for p in tried)
-        near = [p for p in tried if p.predicted.seconds <= 1.03 * least]
+        tried, least, candidates = list[ShardPlan](), math.inf, self._candidates(strategy, balance)
+        if len(candidates) == 1:
+            return candidates[0][1]()
+        for pairs, make in candidates:
+            if pairs * self._seconds > _NEAR * least:
+                break  # its products alone take longer
+            tried.append(make())
+            least = min(least, tried[-1].predicted.seconds)
+        near = [p for p in tried if p.predicted.seconds <= _NEAR * least]
         found = min(near, key=lambda p: (STRATEGIES.index(p.strategy), p.predicted.seconds))
-        return replace(found, others=self._others(tried, found))
+        return replace(found, thought_of=partial(self._others, found, strategy, balance))
 
-    @staticmethod
-    def _others(tried: list[ShardPlan], found: ShardPlan) -> tuple[tuple[str, float, float], ...]:
+    def _others(self, found: ShardPlan, strategy: str, balance: str) -> tuple[tuple[str, float, float], ...]:
         """Of each other strategy the fastest plan: its name, seconds, and times as fast as one device."""
         fastest: dict[str, ShardPlan] = {}
-        for p in tried:
-            if p.strategy != found.strategy:
+        for _, make in self._candidates(strategy, balance):
+            if (p := make()).strategy != found.strategy:
                 known = fastest.setdefault(p.strategy, p)
                 fastest[p.strategy] = min(known, p, key=lambda plan: plan.predicted.seconds)
         return tuple((f"{p.strategy}, {p.balance}", p.predicted.seconds, p.predicted.gain) for p in fastest.values())
 
-    def _candidates(self, strategy: str, balance: str) -> Iterator[ShardPlan]:
-        strategies = STRATEGIES if strategy == AUTO else (strategy,)
-        for name in BALANCES if balance == AUTO else (balance,):
-            dealt = self._dealt(name)
-            for kind in strategies:
-                if kind == "heads" and _not_by_heads(self.sizes, self.ranks):
+    def _candidates(self, strategy: str, balance: str) -> list[tuple[float, Callable[[], ShardPlan]]]:
+        """Plans to choose from, with the visible pairs of the rank that has most: those with the fewest first."""
+        found: list[tuple[float, Callable[[], ShardPlan]]] = []
+        names = BALANCES if balance == AUTO else (balance,)
+        self._pairs([run for name in names for run in self._chunks(name)])  # of all at once
+        for name in names:
+            dealt, pairs = cache(partial(self._dealt, name)), self._pairs_of(self._deal(name))
+            for kind in STRATEGIES if strategy == AUTO else (strategy,):
+                if kind == "gather" and strategy == AUTO:  # exchange never sends more
                     continue
-                if not (kind == "gather" and strategy == AUTO):  # exchange never sends more
-                    yield replace(dealt, strategy=kind, balance=name)  # type: ignore[arg-type]
+                if kind == "heads" and (
+                    name != names[0] or _not_by_heads(self.sizes, self.ranks, self.attention.latent is not None)
+                ):
+                    continue  # rows lie in order again: one balance is as good as another
+                most = sum(pairs) / self.ranks if kind == "heads" else max(pairs)
+                found.append((most, partial(_of_strategy, dealt, kind)))
+        return sorted(found, key=lambda candidate: candidate[0])
 
     def _dealt(self, balance: str) -> ShardPlan:
         queries = self._deal(balance)
         alike = self.sizes.q_len == self.sizes.kv_len
         keys = queries if alike else rows.contiguous(self.sizes.kv_len, self.ranks)
-        tasks = tuple(tuple(Task(run, self._keys(run)) for run in queries.rows(rank)) for rank in range(self.ranks))
-        pairs = tuple(sum(self._pairs(task.queries) for task in of_rank) for of_rank in tasks)
+        own = [queries.rows(rank) for rank in range(self.ranks)]
+        seen = dict(zip(every := [run for of_rank in own for run in of_rank], self.sight.keys_of(every)))
+        tasks = tuple(tuple(Task(run, seen[run]) for run in of_rank) for of_rank in own)
+        pairs = self._pairs_of(queries)
         versions = {n: v._version for n, v in self.looked_at.items() if isinstance(v, Tensor)}
         return ShardPlan(
-            self.attention, self.sizes, self.q_offset, self.ranks, "exchange", "contiguous", queries, keys, tasks,
+            self.attention, self.sizes, self.q_offset, self.ranks, "exchange", balance, queries,  # type: ignore[arg-type]
+            keys, tasks,
             pairs, self.machine, self.links, self.sight, self.starts, self.looked_at, versions,
         )  # fmt: skip
+
+    def _chunks(self, balance: str) -> Runs:
+        """Of a deal by visible pairs: chunks as long as each other, apart from the last. Of others their own."""
+        if balance != "pairs":
+            return self._deal(balance).chunks
+        length, ranks = self.sizes.q_len, self.ranks
+        number = ranks * max(1, min(_CHUNKS, rows.MOST_CHUNKS // ranks, length // ranks))
+        return Deal(length, rows.chunk_of(length, number, self._multiple), (0,) * number, ranks).chunks
 
     def _deal(self, balance: str) -> Deal:
         length, ranks = self.sizes.q_len, self.ranks
         if balance == "pairs":
-            number = ranks * max(1, min(_CHUNKS, rows.MOST_CHUNKS // ranks, length // ranks))
-            size = rows.chunk_of(length, number)
-            ends = [(min(length, n * size), min(length, (n + 1) * size)) for n in range(number)]
-            return rows.by_pairs(length, ranks, [self._pairs(run) for run in ends])
-        deals: dict[str, Callable[[int, int], Deal]] = {
-            "contiguous": rows.contiguous, "zigzag": rows.zigzag, "striped": rows.striped,
-        }  # fmt: skip
-        return deals[balance](length, ranks)
+            return rows.by_pairs(length, ranks, self._pairs(self._chunks(balance)), self._multiple)
+        if balance == "contiguous":
+            return rows.contiguous(length, ranks)
+        return {"zigzag": rows.zigzag, "striped": rows.striped}[balance](length, ranks, self._multiple)
+
+    @property
+    def _multiple(self) -> int:
+        """Of rows, where chunks begin: there share keys the draws of dropout."""
+        return TOGETHER if self.attention.canonical.drops else 1
+
+    def _pairs_of(self, deal: Deal) -> tuple[int, ...]:
+        """Of each rank."""
+        found = [0] * self.ranks
+        for owner, pairs in zip(deal.owners, self._pairs(deal.chunks)):
+            found[owner] += pairs
+        return tuple(found)
 
     @cached_property
-    def _keys(self) -> Callable[[Run], Runs]:
-        return cache(self.sight.keys)
+    def _seconds(self) -> float:
+        return sum(_seconds_of_a_pair(self.sizes, self.machine))
+
+    def _pairs(self, runs: Sequence[Run]) -> list[int]:
+        """Of each of these."""
+        if more := [run for run in dict.fromkeys(runs) if run not in self._counted]:
+            self._counted.update(zip(more, self.sight.pairs_of(more)))
+        return [self._counted[run] for run in runs]
 
     @cached_property
-    def _pairs(self) -> Callable[[Run], int]:
-        return cache(self.sight.pairs)
+    def _counted(self) -> dict[Run, int]:
+        return {}
+
+
+def _of_strategy(dealt: Callable[[], ShardPlan], strategy: str) -> ShardPlan:
+    return replace(dealt(), strategy=strategy)  # type: ignore[arg-type]
 
 
 def stands_on(plan: ShardPlan, name: str, given: Any) -> bool:
@@ -554,11 +586,7 @@ def _lines(p: ShardPlan) -> Iterator[str]:
     yield f"rows       {p.balance}: {counted(chunks, 'chunk')} of {p.queries.chunk:,} queries a rank"
     if p.starts is not None:
         yield f"packed     {counted(len(p.starts) - 1, 'sequence')}"
-    meanwhile = ""
-    if p.groups > 1:
-        meanwhile = f", in {p.groups} groups of heads, one while that before is computed"
-    elif p.strategy == "exchange" and p.overlaps:
-        meanwhile = ", and computes its own keys meanwhile"
+    meanwhile = ", and computes its own keys meanwhile" if p.strategy == "exchange" and p.overlaps else ""
     yield f"strategy   {p.strategy}: {_STRATEGY_WORDS[p.strategy]}{meanwhile}"
     if p.looked_at:
         yield f"stands on  the values of {', '.join(p.looked_at)}"

@@ -6,7 +6,7 @@ import itertools
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ..models.test_distributed import free_port
 
 slopes, bias, table = weft.tensor("slopes", 1), weft.tensor("bias", 2), weft.tensor("table", 2)
 pad, doc, sinks = weft.tensor("pad", 2), weft.tensor("doc", 2, int), weft.tensor("sinks", 1)
-window, warmth = weft.scalar("window", int), weft.scalar("warmth", float)
+window, warmth, share = weft.scalar("window", int), weft.scalar("warmth", float), weft.scalar("share", float)
 B, H, D, DV = 2, 4, 16, 24
 _recent = masks.causal & (q_pos - kv_pos < window)
 
@@ -62,6 +62,11 @@ def variants(length: int) -> dict[str, tuple[weft.Attention, dict[str, Any]]]:
                                  name="counted"), {}),
         "lengths": (weft.Attention(score * (1.0 + 0.001 * q_len) + 0.01 * kv_pos, (kv_pos < kv_len - 3) & masks.causal,
                                    name="lengths"), {}),
+        "dropout": (weft.Attention(mask=masks.causal, dropout=0.3, name="dropped"), {"seed": 1 << 40 | 7}),
+        "dropout of a share": (weft.Attention(score + bias[batch, kv_pos], _recent, sink=sinks[head], dropout=share,
+                                              name="dropped_share"),
+                               {"bias": _drawn(B, length, seed=2), "sinks": _drawn(H, seed=4), "window": 20,
+                                "share": 0.25, "seed": -5}),
     }  # fmt: skip
 
 
@@ -157,10 +162,9 @@ def compare(
     plan = cp.plan(call.variant, **where, batch=1 if starts else B, heads=H, kv_heads=kv_heads, length=lengths[0],
                    kv_length=lengths[1], head_dim=widths[0], value_dim=widths[1], dtype="fp32", strategy=strategy,
                    balance=balance, **call.numbers, **looked_at)  # fmt: skip
+    plan = replace(plan)  # plans of equal numbers are one
     if overlaps is not None:
         plan.__dict__["overlaps"] = overlaps
-        if not overlaps and lengths[0] % 2 == 0:  # all groups of heads that there can be, and none
-            plan.__dict__["groups"] = max(plan._groupings)
         plan.__dict__["keeps"] = lengths[0] % 3 == 0
     shards = call.leaves({n: (cp.shard(t, plan) if n in call.shapes else t).to(device) for n, t in call.whole.items()})
     for n in plan.looked_at:

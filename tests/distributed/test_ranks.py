@@ -53,8 +53,48 @@ def _packed(rank: int, number: int | None) -> list[str]:
 _contexts_of: dict[int, list[ContextParallel]] = {}
 
 
+def _dropped(rank: int) -> list[str]:
+    """Dropout where keys of a rank begin with those that share draws, and where they do not; a seed that is drawn."""
+    wrong = []
+    calls = itertools.product(
+        ("dropout", "dropout of a share"), (("ring", "zigzag"), ("exchange", "pairs"), ("heads", "zigzag"))
+    )
+    for n, (name, strategy) in enumerate(calls):
+        for cp in _contexts_of[rank]:
+            if cp.ranks == (4, 3, 2)[n % 3] and is_taken(strategy[0], cp.ranks, 2):
+                wrong += compare(cp, name, *strategy, (600, 600), 2, overlaps=True if n % 2 else None)
+                wrong += compare(cp, name, *strategy, (600, 600), 2, starts=(0, 130, 500, 600))
+    cp, dropped = _contexts_of[rank][0], variants(32)["dropout"][0]
+    plan = cp.plan(dropped, batch=B, heads=H, length=32, head_dim=D, dtype="fp32", strategy="ring")
+    tensors = [torch.randn(B, H, 32, D, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    shards = [cp.shard(t, plan) for t in tensors]
+    torch.manual_seed(100 + rank)  # each draws another seed: the first rank's counts
+    found = cp.unshard(cp.attention(dropped, *shards, plan=plan), plan)
+    torch.manual_seed(100)
+    if not torch.allclose(found, dropped(*tensors), atol=1e-5):
+        wrong.append(f"rank {rank}: a seed that is drawn")
+    given = cp.unshard(cp.attention(dropped, *shards, plan=plan, seed=torch.tensor(rank)), plan)
+    if not torch.allclose(given, dropped(*tensors, seed=0), atol=1e-5):
+        wrong.append(f"rank {rank}: a seed that is given as a tensor")
+    whole = cp.unshard(cp.attention(dropped, *shards, plan=plan, train=False), plan)
+    if not torch.allclose(whole, dropped(*tensors, train=False), atol=1e-5):
+        wrong.append(f"rank {rank}: train=False")
+    try:
+        cp.attention(dropped, *shards, plan=plan, seed=5 + (rank == 1))
+    except weft.WeftError as error:
+        return wrong if "seed: rank 1: 6; others: 5" in str(error) else [*wrong, str(error)]
+    return [*wrong, "two seeds"]
+
+
 def _some(rank: int) -> list[str]:
-    return [*_compared(rank, 52), *_refused(rank), *_in_other_words(rank), *_packed(rank, 26), *_without_one(rank)]
+    return [
+        *_compared(rank, 64),
+        *_dropped(rank),
+        *_refused(rank),
+        *_in_other_words(rank),
+        *_packed(rank, 26),
+        *_without_one(rank),
+    ]
 
 
 def _every(rank: int) -> list[str]:

@@ -11,18 +11,20 @@ from torch import Tensor
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
+from weft.compiler.analysis.tiles.measured import Table
 from weft.compiler.planning.records import Shape
 from weft.distributed import Links, ShardPlan, plan, rows
 from weft.distributed.placed import placed
 from weft.distributed.portions import Portions
 from weft.distributed.rows import Deal, common, count
-from weft.distributed.seen import Sight
+from weft.distributed.seen import PackedSight, Sight
 from weft.ir.reference import dense_mask, positions
 
 from .on_ranks import BALANCES, variants
 
 window, slopes = weft.scalar("window", int), weft.tensor("slopes", 1)
 CAUSAL = weft.Attention(mask=masks.causal, name="causal")
+MLA = weft.Attention(mask=masks.causal, latent=weft.Latent(32, 8), name="mla")
 RECENT = weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="recent")
 SIZES: dict[str, Any] = {"heads": 8, "head_dim": 128, "device": "h100"}
 
@@ -90,6 +92,75 @@ def test_balance_follows_visible_pairs() -> None:
     assert list(by_pairs.looked_at) == ["doc"]
 
 
+def test_documents_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No id is looked at by itself, and the plan is that of the visible pairs."""
+    doc = weft.tensor("doc", 2, int)
+    ends = torch.tensor([[5, 90, 91, 400], [100, 200, 300, 400]])
+    ids = torch.stack([torch.bucketize(torch.arange(512), e, right=True) * 3 - 4 for e in ends])
+    variant = weft.Attention(
+        mask=masks.causal & masks.document(doc) & (q_pos - kv_pos < window), name="recent_documents"
+    )
+    monkeypatch.setattr(Table, "_rows", property(lambda table: pytest.fail(f"{table.name} is looked at row by row")))
+    sizes = Shape(2, 1, 1, 500, 512, 16, 16, "fp32")
+    sight, given = Sight(variant, sizes, 12, {"doc": ids, "window": 60}), {"doc": ids, "window": torch.tensor(60)}
+    visible = seen(variant, 500, 512, 12, given)
+    by_row = [dense_mask(variant, {**positions(2, 1, 1, 500, 512, 12, torch.device("cpu")), **given}, (2, 1, 500, 512),
+                         torch.float32, torch.device("cpu"))]  # fmt: skip
+    runs = [(0, 30), (30, 93), (93, 94), (80, 500), (0, 500)]
+    for run, keys, pairs in zip(runs, sight.keys_of(runs), sight.pairs_of(runs)):
+        expected = visible[slice(*run)].any(0)
+        found = torch.zeros(512, dtype=torch.bool)
+        for first, end in keys:
+            found[first:end] = True
+        assert bool((found | ~expected).all()) and int(found.sum()) <= int(expected.sum()) + 60
+        exactly = int(by_row[0][:, 0, slice(*run)].sum()) / 2
+        assert abs(pairs - exactly) <= 0.02 * exactly + 2
+        around = sight.queries((200, 210), run)
+        who = visible[slice(*run), 200:210].any(1).nonzero()
+        assert not len(who) or (around[0] <= run[0] + int(who.min()) and run[0] + int(who.max()) < around[1])
+
+
+def test_ids_that_come_again_are_looked_at_one_by_one() -> None:
+    doc = torch.tensor([[0] * 20 + [1] * 20 + [0] * 24])
+    variant = weft.Attention(mask=masks.document(weft.tensor("doc", 2, int)), name="documents")
+    sight = Sight(variant, Shape(1, 1, 1, 64, 64, 16, 16, "fp32"), 0, {"doc": doc})
+    assert not sight.at_once and common(sight.keys((0, 16)), ((48, 64),)) == ((48, 64),)
+
+
+def test_a_plan_of_the_same_numbers_is_made_once() -> None:
+    packed: dict[str, Any] = {"ranks": 4, "length": 4096, "window": 64, **SIZES}
+    starts = [0, 1000, 1000, 3000, 4096]
+    one = plan(RECENT, cu_seqlens=starts, **packed)
+    assert plan(RECENT.replace(), cu_seqlens=torch.tensor(starts), **packed) is one
+    assert plan(RECENT, cu_seqlens=starts, **{**packed, "window": 65}) is not one
+    assert plan(RECENT, cu_seqlens=starts, **packed, balance="zigzag") is not one
+
+
+def test_chosen_plans_leave_out_what_cannot_be_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks what travels where products alone take longer."""
+    tried: set[tuple[str, str]] = set()
+    travel = ShardPlan._travel
+
+    def recorded(made: ShardPlan, rank: int) -> float:
+        tried.add((made.strategy, made.balance))
+        return travel(made, rank)
+
+    monkeypatch.setattr(ShardPlan, "_travel", recorded)
+    made = plan(CAUSAL, ranks=8, length=1 << 16, **SIZES)
+    assert ("ring", "zigzag") in tried and ("ring", "contiguous") not in tried
+    assert {name.split(",")[0] for name, _, _ in made.others} | {made.strategy} == {"exchange", "ring", "heads"}
+
+
+def test_many_pieces_at_once_are_what_each_is() -> None:
+    starts, rows = (0, 700, 700, 1500, 2048), [(0, 100), (650, 900), (0, 2048), (1500, 1501), (2000, 2048)]
+    for variant, given in ((CAUSAL, {}), (RECENT, {"window": 70}), (weft.Attention(name="full"), {})):
+        sizes = Shape(1, 4, 4, 2048, 2048, 16, 16, "fp32")
+        at_once = PackedSight(variant, sizes, starts, given)
+        for run, keys, pairs in zip(rows, at_once.keys_of(rows), at_once.pairs_of(rows)):
+            assert keys == at_once.keys(run)
+            assert abs(pairs - at_once.pairs(run)) <= 0.01 * pairs
+
+
 def test_what_is_predicted_decides() -> None:
     local = plan(RECENT, ranks=16, length=1 << 19, window=4096, **SIZES)
     assert (local.strategy, local.balance) == ("exchange", "contiguous") and local.predicted.gain > 14
@@ -154,8 +225,8 @@ def test_deals() -> None:
             r"strategy='heads': expected a number of heads that 3 ranks divide",
         ),
         (RECENT, {}, r"recent: plan: window: missing; pass window=\.\.\., which the mask reads"),
-        (CAUSAL.replace(dropout=0.1), {}, r"causal: dropout is not divided over ranks by sequence"),
-        (weft.Attention(mask=masks.causal, latent=weft.Latent(32, 8), name="mla"), {}, r"mla: latent attention is not"),
+        (MLA, {"kv_heads": 8}, r"kv_heads: expected 1, as a latent cache has, got 8"),
+        (MLA, {"strategy": "heads"}, r"strategy='heads': expected a variant without latent="),
     ],
 )
 def test_what_is_refused(variant: weft.Attention, changes: dict[str, Any], message: str) -> None:

@@ -96,6 +96,7 @@ COMMON = (
         lambda c: lacks(c.attention.canonical.weighs, "hopper"),
         lambda c: str(lacks(c.attention.canonical.weighs, "hopper")),
     ),
+    Refusal(lambda c: c.attention.canonical.folded_origin, lambda c: f"parts of calls with dropout are {_BY_TRITON}"),
     Refusal(lambda c: not c.sequences.in_order, lambda c: f"{not_in_order(c.sequences)} are {_BY_TRITON}"),
     Refusal(
         lambda c: not c.sequences.keys.is_box or c.sequences.is_outside,
