@@ -463,6 +463,7 @@ class _Sharded(torch.autograd.Function):
                 at_hand = (ahead or work.routes[step].start(work.keys)).wait()
                 ahead = work.routes[order[n + 1]].start(work.keys) if n + 1 < len(order) else None
             found.step(step, at_hand)
+            del at_hand  # its memory is free while the next step computes
         gradients_of = found.result(state)
         return None, *(gradients_of[n] if n in wanted else None for n in state.every)
 

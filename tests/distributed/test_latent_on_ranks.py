@@ -91,7 +91,6 @@ def _refused(cp: ContextParallel) -> list[str]:
     calls = {
         "the absorbed form has no backward": {"form": "absorbed", "uk": uk.clone().requires_grad_(), "uv": uv},
         "form: expected 'expanded', 'absorbed' or None, got 'other'": {"form": "other", "uk": uk, "uv": uv},
-        "form='expanded' needs uk and uv": {"form": "expanded"},
         "value: latent attention takes query and cache only": {"value": cache, "uk": uk, "uv": uv},
         "form: rank 1: absorbed; others: expanded": {"form": FORMS[cp.rank], "uk": uk, "uv": uv},
     }  # fmt: skip
