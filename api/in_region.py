@@ -19,7 +19,7 @@ from .ir.errors import UnavailableError
 from .runtime.options import OPTIONS, PLAIN, CallOptions
 
 WHERE = "inside torch's context_parallel"
-OVER_ROWS = frozenset({"return_lse", "q_offset", "target", "deterministic"})  # options that sharded sequences know
+OVER_ROWS = frozenset({"return_lse", "q_offset", "target", "deterministic", "seed", "train"})  # known there
 
 
 def unknown_over_rows(options: CallOptions) -> list[str]:

@@ -131,7 +131,7 @@ def context_parallel(cp: ContextParallel, length: int) -> Iterator[Sharded]:
     soft caps. cp: its `balance` deals rows, zigzag where it is "auto". Gives a `Sharded`, whose `inputs` are those of
     a model. Gradients of parameters are this rank's part of a sum over ranks, as FSDP and DDP expect.
 
-    Raises WeftError for other rows, and UnavailableError for padding, packed sequences, biases and dropout.
+    Raises WeftError for other rows, and UnavailableError for padding, packed sequences and biases.
 
     >>> with context_parallel(cp, 131072) as rows:                              # doctest: +SKIP
     ...     loss = model(**rows.inputs(tokens, labels=tokens)).loss

@@ -140,8 +140,8 @@ def drawn(
     whole |= {n: t for n, t in operands.items() if isinstance(t, Tensor)}
     numbers = {n: v for n, v in operands.items() if n not in whole}
     where: dict[str, Any] = {"q_offset": 7} if lengths == (45, 80) else {}
-    if name == "bias" and lengths == (80, 45):
-        where = {"q_offset": 0}  # its table has no entries before the first key
+    if name in ("bias", "documents") and lengths == (80, 45):
+        where = {"q_offset": 0}  # their tables have no entries before the first key
     if starts:  # a row of an operand is that of a sequence
         whole |= {n: _drawn(len(starts) - 1, lengths[0], seed=5) * (n == "bias") for n in ("bias", "pad") if n in whole}
         where = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), torch.tensor(starts, dtype=torch.int32))

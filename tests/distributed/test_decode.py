@@ -170,7 +170,7 @@ def _ranks_of_a_sequence(given: dict[str, Any]) -> int:
 
 def every_variant(ways: Ways, number: int | None, device: str = "cpu") -> list[str]:
     """All variants, ways, kinds of caches and key heads; about so many of them, or all."""
-    names, wrong = list(variants(8)), list[str]()
+    names, wrong = [n for n, (v, _) in variants(8).items() if not v.canonical.drops], list[str]()
     every = list(itertools.product(names, [way for way in WAYS if way in ways.found], KINDS, (2, 4, 1)))
     step = 1 if number is None else len(every) // number | 1
     for seed, (name, way, kind, kv_heads) in enumerate(every[::step]):

@@ -26,7 +26,10 @@ causal = weft.Attention(mask=masks.causal, name="causal")
 recent = weft.Attention(score - slopes[head] * (q_pos - kv_pos), masks.causal & (q_pos - kv_pos < window),
                         sink=sinks[head], name="recent")  # fmt: skip
 LEARNED = {"slopes": torch.tensor([0.1, 0.2, 0.0, 0.3]), "sinks": torch.tensor([1.0, -2.0, 0.0, 0.5])}
-CASES: list[tuple[weft.Attention, dict[str, Any]]] = [(causal, {}), (recent, {"window": 11, **LEARNED})]
+dropped = causal.replace(dropout=0.5, name="dropped")
+CASES: list[tuple[weft.Attention, dict[str, Any]]] = [
+    (causal, {}), (recent, {"window": 11, **LEARNED}), (dropped, {"seed": 7}), (dropped, {"train": False}),
+]  # fmt: skip
 L = 32
 
 
@@ -80,7 +83,6 @@ def refused(mesh: Any, whole: Tensor) -> list[str]:
             ),
             "latent attention is not divided by sequence": lambda: mla(local, local[:, :1]),
             "reference has this rank's rows alone": lambda: causal.reference(local, local, local),
-            "dropout is not divided over ranks": lambda: causal.replace(dropout=0.1)(local, local, local),
             "calls over ranks are not traced by torch.compile": lambda: compiled(local, local, local),
         }
         for expected, call in calls.items():

@@ -114,10 +114,6 @@ def refused(cp: ContextParallel) -> list[str]:
     starts_anew = {"attention_mask": None, "position_ids": (torch.arange(16) % 7).expand(2, -1), "use_cache": False}
     told("the mask reads a tensor by row", lambda rows: model(**rows.inputs(tokens) | starts_anew))
     told("regions are not put into each other", lambda rows: door.context_parallel(cp, 32).__enter__())
-    dropping = kind._from_config(config, attn_implementation="weft").train()
-    for layer in dropping.model.layers:
-        layer.self_attn.attention_dropout = 0.1
-    told("dropout is not divided over ranks", lambda rows: dropping(**rows.inputs(tokens)))
     small = T5Config(vocab_size=50, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
     biased = T5Model._from_config(small, attn_implementation="weft").encoder
     told("position_bias: not divided over ranks", lambda rows: biased(rows.shard(tokens)))
