@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable
 
 import torch
@@ -39,3 +40,5 @@ def _child(rank: int, ranks: int, port: int, work: Work) -> None:
     torch.set_num_threads(1)
     work(device=torch.device("cpu"))
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # threads that torch.compile has left may abort a process that ends in order

@@ -74,7 +74,7 @@ def _check_fields(given: Mapping[str, object]) -> None:
             meant = {"score_mod": "score", "mask_mod": "mask", "attn_mask": "mask"}.get(name, "")
             hint = foreign.field_hint(meant, value, _symbols()) if meant else None
             hint = hint or foreign.option_hint(name)
-            what = f"unknown field, expected some of {', '.join(known)}"
+            what = f"unknown field, expected some of {', '.join(n for n in known if not n.startswith('_'))}"
             problems.append(Problem(option=name, what=what, next_step=hint or ""))
         elif name == "latent" and not isinstance(value, (Latent, NoneType)):
             expected = "weft.Latent(rank=..., rope=...) or None"
@@ -110,8 +110,6 @@ class Attention:
         2014): a number in [0, 1) or a float scalar operand, to the nearest 1/32768; ir/philox.py says which pairs.
     latent: how keys and values come from one latent vector a token.
     name: an identifier, for messages, kernels and cache entries.
-    origin: of a part of a call, what dropout draws by: the position, the head and the batch row of the whole call where
-        the part counts from 0, int expressions of batch and operands. None: it is a whole call.
     normalizer: what turns scores into weights, by the name of its record (ir/normalizer.py): "softmax", "sigmoid"
         (arXiv 2409.04431) or "relu" (arXiv 2309.08586), of which the last two take each score by itself.
 
@@ -127,7 +125,9 @@ class Attention:
     latent: Latent | None = None
     name: str | None = None
     normalizer: str = SOFTMAX.name
-    origin: tuple[Operand, Operand, Operand] | None = None
+    # of a part of a call, which no caller declares: the position, the head and the batch row of the whole call where the
+    # part counts from 0, int expressions of batch and operands, by which dropout draws
+    _origin: tuple[Operand, Operand, Operand] | None = None
 
     if not TYPE_CHECKING:  # a type checker reads the fields
 
@@ -145,8 +145,8 @@ class Attention:
         if not isinstance(self.dropout, (bool, Scalar)):
             number = self.dropout if isinstance(self.dropout, int) else foreign.number_in(self.dropout)
             object.__setattr__(self, "dropout", self.dropout if number is None else float(number))
-        if self.origin is not None:
-            object.__setattr__(self, "origin", tuple(map(expression, self.origin)))
+        if self._origin is not None:
+            object.__setattr__(self, "_origin", tuple(map(expression, self._origin)))
         if self.name is None:
             object.__setattr__(self, "name", "attention")
         verify(self, where)
@@ -179,7 +179,7 @@ class Attention:
         if self.normalizer != SOFTMAX.name:
             parts.append(f'normalizer="{self.normalizer}"')
         if self.canonical.folded_origin:
-            parts.append(f"origin=({', '.join(map(str, self.canonical.folded_origin))})")
+            parts.append(f"_origin=({', '.join(map(str, self.canonical.folded_origin))})")
         return parts
 
     def _declared(self) -> tuple[list[str], list[str]]:
@@ -227,7 +227,8 @@ class Attention:
         known = {f.name for f in dataclasses.fields(self)}
         unknown = sorted(set(changes) - known)
         if unknown:
-            raise WeftError(f"replace: expected some of {sorted(known)}, got {', '.join(unknown)}")
+            named = sorted(name for name in known if not name.startswith("_"))
+            raise WeftError(f"replace: expected some of {named}, got {', '.join(unknown)}")
         return dataclasses.replace(self, **changes)
 
 
@@ -264,7 +265,7 @@ class CanonicalForm:
     @cached_property
     def folded_origin(self) -> tuple[Expr, ...]:
         """The canonical origin of a part that drops weights; else none."""
-        return tuple(canonical(expression(e)) for e in self.declared.origin or ()) if self.drops else ()
+        return tuple(canonical(expression(e)) for e in self.declared._origin or ()) if self.drops else ()
 
     @property
     def drops(self) -> bool:

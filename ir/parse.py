@@ -130,7 +130,7 @@ def _attention(tree: ast.expr, operands: Mapping[str, Declared]) -> Attention:
                 pass
             case ast.keyword("dropout", ast.Name(name_of)) if isinstance(operands.get(name_of), Scalar):
                 dropout = operands[name_of]  # type: ignore[assignment]
-            case ast.keyword("origin", ast.Tuple([position, head, batch])):
+            case ast.keyword("_origin", ast.Tuple([position, head, batch])):
                 origin = _node(position, operands), _node(head, operands), _node(batch, operands)
             case ast.keyword("name", ast.Constant(value=str() as name)):
                 pass
@@ -150,7 +150,7 @@ def _attention(tree: ast.expr, operands: Mapping[str, Declared]) -> Attention:
                 raise WeftError(f"weft.Attention: cannot read {ast.unparse(item)}")
     return Attention(
         score, mask, scale=scale, sink=sink, dropout=dropout, latent=latent, name=name, normalizer=normalizer,
-        origin=origin,
+        _origin=origin,
     )  # fmt: skip
 
 

@@ -64,8 +64,8 @@ def _problems(attention: Attention) -> Iterator[Problem]:
         sink = expression(attention.sink)
         expressions.append(("sink", sink))
         yield from _sink_problems(attention, sink)
-    if attention.origin is not None:
-        of_part = [("origin", expression(e)) for e in attention.origin]
+    if attention._origin is not None:
+        of_part = [("origin", expression(e)) for e in attention._origin]
         expressions += of_part
         yield from _origin_problems([e for _, e in of_part])
     for label, root in expressions:

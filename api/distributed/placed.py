@@ -69,7 +69,7 @@ def placed(variant: Variant, *, group: int = 0, packed: bool = False, in_step: b
         first = Const(0) if group else number(own.first_key)
         if in_step:
             first = TOGETHER * (first // TOGETHER)
-        changed["origin"] = first, scalar(own.head, int) if group else 0, scalar(own.batch, int) if packed else 0
+        changed["_origin"] = first, scalar(own.head, int) if group else 0, scalar(own.batch, int) if packed else 0
     return variant.replace(**changed)
 
 
