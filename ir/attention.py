@@ -125,8 +125,8 @@ class Attention:
     latent: Latent | None = None
     name: str | None = None
     normalizer: str = SOFTMAX.name
-    # of a part of a call, which no caller declares: the position, the head and the batch row of the whole call where the
-    # part counts from 0, int expressions of batch and operands, by which dropout draws
+    # of a part of a call, which no caller declares: the position, the head and the batch row of the whole call where
+    # the part counts from 0, int expressions of batch and operands, by which dropout draws
     _origin: tuple[Operand, Operand, Operand] | None = None
 
     if not TYPE_CHECKING:  # a type checker reads the fields
