@@ -46,6 +46,16 @@ def lse_and_shares(lses: Tensor) -> tuple[Tensor, Tensor]:
     return lse, weights / torch.where(seen, total, 1.0)
 
 
+def far_lse_and_shares(lses: Tensor) -> tuple[Tensor, Tensor]:
+    """As lse_and_shares, of two statistics of a row, [n, 2, ...]: its greatest score, and the log of the sum of
+    exp(score - greatest), each exact where their sum is not."""
+    greatest = lses[:, 0].amax(0)
+    finite = torch.where(greatest == -torch.inf, 0.0, greatest)
+    rest, shares = lse_and_shares(lses[:, 0] - finite + lses[:, 1])
+    seen = greatest != -torch.inf
+    return torch.stack([greatest, torch.where(seen, rest, 0.0)]), shares
+
+
 def _check(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
     if not isinstance(parts, (list, tuple)) or not parts:
         raise WeftError(f"merge: expected a list of (out, lse), at least one, got {parts!r:.80}")

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..merging import far_lse_and_shares
 from .collectives import all_gather
-from .portions import _far as far_lse_and_shares
 
 _ALIGNED = 16  # bytes
 MOST_GATHERED = 1 << 20  # bytes of a rank's result that all others get whole

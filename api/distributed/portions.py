@@ -15,7 +15,7 @@ from torch import Tensor
 from ..ir.attention import Attention
 from ..ir.expr import TensorOperand
 from ..ir.philox import TOGETHER
-from ..merging import lse_and_shares
+from ..merging import far_lse_and_shares, lse_and_shares
 from ..runtime.call import MAIN, BackwardCall, Call, Choices, Dense, Packed, Sequences
 from ..runtime.ops.library import as_read
 from ..runtime.run.variant import Variant, variant_of
@@ -157,7 +157,7 @@ class Joined:
                 so_far.add_(part)
                 continue
             both = torch.stack([known, new])
-            found, shares = _far(both) if self.is_far else lse_and_shares(both)
+            found, shares = far_lse_and_shares(both) if self.is_far else lse_and_shares(both)
             so_far.copy_((so_far * shares[0, ..., None]).addcmul_(part, shares[1, ..., None]))
             known.copy_(found)
 
@@ -171,16 +171,6 @@ class Joined:
             empty[1][1].zero_()
         out, lse_found = self.pieces.whole(empty)
         return out, lse_found
-
-
-def _far(lses: Tensor) -> tuple[Tensor, Tensor]:
-    """As lse_and_shares, of two statistics of a row, [n, 2, ...]: its greatest score, and the log of the sum of
-    exp(score - greatest), each exact where their sum is not."""
-    greatest = lses[:, 0].amax(0)
-    finite = torch.where(greatest == -torch.inf, 0.0, greatest)
-    rest, shares = lse_and_shares(lses[:, 0] - finite + lses[:, 1])
-    seen = greatest != -torch.inf
-    return torch.stack([greatest, torch.where(seen, rest, 0.0)]), shares
 
 
 def wide(tensor: Tensor) -> torch.dtype:

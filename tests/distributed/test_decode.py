@@ -467,6 +467,6 @@ def test_steps_over_ranks_give_what_the_definition_gives(tmp_path: Path) -> None
 
 
 @pytest.mark.thorough
-def test_steps_over_ranks_withevery_variant(tmp_path: Path) -> None:
+def test_steps_over_ranks_with_every_variant(tmp_path: Path) -> None:
     wrong = on_ranks(4, _every, tmp_path, timeout=600.0)
     assert not any(wrong), "\n".join(wrong)
