@@ -427,6 +427,20 @@ def test_every_form_computes_the_same(form: str) -> None:
         assert f"flash_forward=cpu:{form}" in variant.explain(SIZES, device="cpu", schedule=schedule)
 
 
+def test_a_core_with_avx512_is_taken_for_a_faster_one(tmp_path, monkeypatch) -> None:
+    plain, wide = guessed_rates(2), guessed_rates(2, wide=True)
+    assert wide.exp_per_second > 1.5 * plain.exp_per_second and wide.products[0].flops > 1.5 * plain.products[0].flops
+    path = tmp_path / "cpuinfo"
+    monkeypatch.setattr(hardware, "_CPU_INFO", path)
+    peaks = []
+    for flags in ("avx2", "avx2 avx512f"):
+        path.write_text(f"flags\t\t: {flags}\n")
+        hardware._for_device.cache_clear()
+        peaks.append(hardware._for_device(torch.device("cpu")).peaks)
+    hardware._for_device.cache_clear()
+    assert peaks[1] > peaks[0]
+
+
 # -- what a system reports ---------------------------------------------------------------------------------------------
 def test_caches_are_those_that_the_system_lists(tmp_path, monkeypatch) -> None:
     listed = [

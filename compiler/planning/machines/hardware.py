@@ -406,7 +406,8 @@ def _for_device(device: torch.device) -> Hardware:
     import torch
 
     if device.type == "cpu":
-        rates = guessed_rates(usable_cores(), _made_by_intel(), cpu_caches(), matrix_units(), dot_units())
+        wide = "avx512f" in _flags()
+        rates = guessed_rates(usable_cores(), _made_by_intel(), cpu_caches(), matrix_units(), dot_units(), wide)
         return cpu_with(rates, usable_cores(), _ram())
     if device.type != "cuda":
         raise WeftError(f"device: expected a cpu or cuda device, got {device}; move the operands to one of these")

@@ -392,22 +392,24 @@ def rates_in_words(rates: CpuRates | GpuRates) -> list[tuple[str, str]]:
 # -- what is assumed ---------------------------------------------------------------------------------------------------
 DOTS = 1.7  # torch's own backward in bfloat16 over that in float32, where a processor has dot products of it
 CLOCK = 2.5e9  # a common all-core clock of servers
+WIDER = 1.8  # what cores with AVX-512 were seen to have over this, in products, functions and passes through caches
 _TILES = tuple((queries, keys) for queries in (64, 128, 256, 512) for keys in (64, 256, 1024, 4096))
 _PLAIN_CACHES = (32 * KIB, 2 * MIB, 32 * MIB)  # of servers' cores: L2 is 1 MiB (AMD Zen 4) or 2 (Intel Sapphire Rapids)
 
 
 def guessed_rates(
     cores: int, mkl_knows_it: bool = True, caches: tuple[int, int, int] = _PLAIN_CACHES,
-    matrix_units: Collection[str] = (), dot_units: Collection[str] = (),
+    matrix_units: Collection[str] = (), dot_units: Collection[str] = (), wide: bool = False,
 ) -> CpuRates:  # fmt: skip
-    """A core of a server with AVX2 that was not measured. mkl_knows_it: it is Intel's, so that torch's products are the
-    faster ones; on other processors MKL leaves half of it unused. matrix_units: dtypes of 16 bits that it has such
-    units for; without them torch's own backward in these is slower than one in float32. dot_units: those that it has
-    instructions for, which make it faster."""
-    peak = CLOCK * 32  # two FMA of 8 floats a clock
+    """A core of a server that was not measured. mkl_knows_it: it is Intel's, so that torch's products are the faster
+    ones; on other processors MKL leaves a part of it unused (half on a Zen 5, nothing on a Zen 4). matrix_units: dtypes
+    of 16 bits that it has such units for; without them torch's own backward in these is slower than one in float32.
+    dot_units: those that it has instructions for, which make it faster. wide: it has AVX-512, not AVX2 alone."""
+    gain = WIDER if wide else 1.0
+    peak = CLOCK * 32 * gain  # two FMA of 8 floats a clock
     shares: tuple[tuple[Library, float], ...] = (("torch", 1.0), ("onednn", 0.7))
     if not mkl_knows_it:
-        shares = (("torch", 0.5), ("onednn", 1.0))
+        shares = (("torch", 0.8), ("onednn", 1.0))
     products = tuple(
         ProductRate(library, queries, keys, 0.8 * peak * share * _filled(queries, keys, caches))
         for library, share in shares
@@ -418,8 +420,8 @@ def guessed_rates(
         caches=caches,
         products=products,
         attention=tuple((dtype, own) for dtype in ("fp32", "fp64", "fp16", "bf16")),
-        bandwidths=(100e9, 60e9, 40e9, 20e9),
-        exp_per_second=CLOCK / 2,  # a vectorised exp of 8 floats takes about 16 clocks
+        bandwidths=(100e9, gain * 60e9, gain * 40e9, 20e9),
+        exp_per_second=CLOCK / 2 * gain,  # a vectorised exp of 8 floats takes about 16 clocks
         call_seconds=3e-6,
         all_products=0.9 * cores if cores > 1 else 1.0,
         all_ram=min(cores, 8) * 16e9,  # one DDR4-3200 channel is 25.6 GB/s; a core alone draws about 20
@@ -427,7 +429,7 @@ def guessed_rates(
             (dtype, own if dtype in ("fp32", "fp64", *matrix_units) else own * (DOTS if dtype in dot_units else 0.5))
             for dtype in ("fp32", "fp64", "fp16", "bf16")
         ),
-        operations=_GUESSED_OPERATIONS,
+        operations=tuple((kind, rate * gain) for kind, rate in _GUESSED_OPERATIONS),
     )
 
 
