@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import describe, drawing, dtensors, in_graphs, in_region, latent, reference
+from . import conversion, describe, drawing, dtensors, in_graphs, in_region, latent, reference
 from .codegen.torch_private import SDPA, may_autocast
 from .compiler.planning.picture import Picture
 from .compiler.planning.plan import Plan
@@ -146,6 +146,9 @@ class Attention(Methods, Declaration):
             found = in_region.over_ranks(self, Main(query, key, value, rope), options, operands)
             if found is not None:
                 return found
+        if options.are_read or getattr(key, "dtype", None) in FP8:
+            main, options = conversion.converted(str(self.name), Main(query, key, value, rope), options, operands)
+            query, key, value, rope = main
         if is_traced or type(query) is not Tensor:
             found = self._elsewhere(Main(query, key, value, rope), options, operands, head_dim)
             if found is not None:

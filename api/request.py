@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import parts
+from . import conversion, parts
 from .compiler.analysis.tiles.facts import facts_of
 from .compiler.analysis.tiles.measured import Table
 from .compiler.analysis.values.ranges import Ranges, check_integers
-from .compiler.planning.dtypes import FP16, ON_GPUS
+from .compiler.planning.dtypes import BF16, FP16, ON_GPUS
 from .compiler.planning.latent_forms import cheaper_form
 from .compiler.planning.machines import hardware
 from .compiler.planning.records import Shape
@@ -267,6 +267,9 @@ def request_of(
     asked = options.get("deterministic")
     repeats = True if asked is None and torch.are_deterministic_algorithms_enabled() else asked
     facts, on_gpu = facts_of(attention), machine.kind == "cuda"
+    operands, options, copies = _converted(attention, operands, options, target, schedule, machine)
+    if copies:
+        sizes = dataclasses.replace(sizes, dtype=BF16.name, kv_dtype=None)
     dtypes, rows_read = _of_fp8(attention, operands, options)
 
     def signature(direction: Direction, wanted: frozenset[str]) -> Signature:
@@ -289,10 +292,10 @@ def request_of(
     if found is not None and found.sequences.kind.is_mixed and found.rows:
         sizes = _averaged(sizes, len(found.rows), sizes.q_len)
     lacking = _PAGES_HAVE_NO_BACKWARD if options.get("block_table") is not None else _NO_BACKWARD
-    if dtypes is not None and dtypes.quantized:
+    if copies or (dtypes is not None and dtypes.quantized):
         lacking = _FP8_HAS_NO_BACKWARD
     if widths.value_is_key or lacking != _NO_BACKWARD:
-        notes = (*forward.notes, lacking, *([first] if first else []))
+        notes = (*forward.notes, *copies, lacking, *([first] if first else []))
         return Request(found, sizes, head_dim, machine, forward, None, notes, short)
     asks = signature("backward", _everything(attention, widths) - _frozen(operands, options))
     try:
@@ -303,6 +306,27 @@ def request_of(
         return Request(found, sizes, head_dim, machine, forward, None, (*forward.notes, f"no backward: {error}"), short)
     notes = tuple(dict.fromkeys((*forward.notes, *backward.notes, *([first] if first else []))))
     return Request(found, sizes, head_dim, machine, forward, backward, notes, free=schedule is None)
+
+
+def _converted(
+    attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any], target: str | None,
+    schedule: str | Schedule | None, machine: hardware.Hardware,
+) -> tuple[Sequence[Tensor | Shape], Mapping[str, Any], tuple[str, ...]]:  # fmt: skip
+    """Operands and options of the call that is computed in place of one with FP8 operands, and what `explain` says."""
+    if len(operands) != 3 or not all(isinstance(t, Tensor) for t in operands):
+        return operands, options, ()
+    query, key, value = (t for t in operands if isinstance(t, Tensor))
+    main = {"query": query, "key": key, "value": value}
+    names = (*descales.NAMES, "out_dtype", "block_table", "cu_seqlens_q")
+    own = PLAIN.having(**{n: options.get(n) for n in names}, target=target, schedule=schedule)
+    if not conversion.is_convertible(main, own, options):
+        return operands, options, ()
+    if not conversion.pays(machine.arch, conversion.queries_of_a_key(query, key, own)):
+        return operands, options, ()
+    descales.read_by_kernels(str(attention.name), main, own, pooled=False)
+    halves = [torch.empty(t.shape, dtype=conversion.HALF, device="meta") for t in (query, key, value)]
+    rest = {n: v for n, v in options.items() if n not in (*descales.NAMES, "out_dtype")}
+    return halves, rest, (conversion.note(main, machine),)
 
 
 def _of_fp8(

@@ -160,7 +160,8 @@ def rows_read(read: Mapping[str, Tensor]) -> frozenset[str]:
 def dequantized(tensor: Tensor, descale: float | Tensor | None, dtype: torch.dtype) -> Tensor:
     """Stored numbers [B, H, rows, columns] times their descale, in any of the forms that a call takes."""
     factor = None if descale is None else by_rows(_canonical("key", tensor, descale), tensor.shape[2])
-    return Scaled(tensor, factor, dtype).real()
+    found = Scaled(tensor, factor, dtype).real()
+    return found if found.stride(3) == 1 else found.contiguous()  # a value that is stored in columns
 
 
 def real_dtype(tensors: Sequence[Tensor], out_dtype: torch.dtype | None) -> torch.dtype:

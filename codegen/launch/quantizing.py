@@ -1,4 +1,4 @@
-"""The kernels that make FP8 numbers, of a tensor and of the new rows of a cache: arguments, and launches."""
+"""The kernels that make FP8 numbers, of a tensor and of the new rows of a cache, and real ones: arguments, launches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from ...compiler.planning.machines.hardware import for_device
 from ...compiler.planning.signature import starts_early
 from ..loader import without_holes
 from .binding import Binding
+from .scaled import shift_of
 
-MODULE, QUANTIZE, APPEND = "quantize", "quantize_rows", "append_quantized"
+MODULE, QUANTIZE, DEQUANTIZE, APPEND = "quantize", "quantize_rows", "dequantize_rows", "append_quantized"
 OF_TENSOR, OF_HEAD = -1, 0  # in place of the rows of a block: one descale for all, or for each head
-_ROWS, _ROWS_OF_STEP = 32, 8  # of a program, of a tensor and of new rows of a cache
+_ROWS, _ROWS_OF_REAL, _ROWS_OF_STEP = 32, 64, 8  # of a program, of a tensor, its real numbers, new rows of a cache
 _WIDE = 1 << 40  # strides are compiled as int64
 
 
@@ -52,6 +53,24 @@ class Quantizing:
                 "ALIGNED": (x.data_ptr() | _joined(strides[:3]) * x.element_size()) & 15 == 0,
             }  # fmt: skip
             self._launch(QUANTIZE, given, (heads, length), strides, constants, programs, warps=8 if block > 32 else 4)
+
+    def real(self, data: Tensor, descale: Tensor | None, x: Tensor) -> None:
+        """Fill x [B, H, L, D], contiguous, with data times descale [B, H, 1 or blocks, 1]; without one, with data."""
+        columns = data.stride(3) != 1 and data.stride(2) == 1
+        if data.stride(3) != 1 and not columns:
+            data = data.contiguous()
+        batches, heads, length, width = data.shape
+        scales = x.new_ones((1, 1, 1, 1), dtype=torch.float32) if descale is None else descale
+        share = 1 << shift_of(scales.shape[2], length) if scales.shape[2] > 1 else length
+        of_scales = scales.expand(batches, heads, scales.shape[2], 1).stride()[:3]
+        strides = (*data.stride(), *of_scales)
+        steps = _joined([*data.stride()[:2], data.stride(3 if columns else 2)])
+        constants = {
+            "ROWS": _ROWS_OF_REAL, "SHARE": share, "WIDTH": width, "BLOCK": _power(width), "COLUMNS": columns,
+            "ALIGNED": (data.data_ptr() | steps) & 15 == 0, "SCALED": descale is not None,
+        }  # fmt: skip
+        programs = -(-length // _ROWS_OF_REAL) * batches * heads
+        self._launch(DEQUANTIZE, (data, x, scales), (heads, length), strides, constants, programs)
 
     # -- new rows of a cache -------------------------------------------------------------------------------------------
     def append(

@@ -1,6 +1,7 @@
-"""The torch op that makes FP8 numbers of others: a Triton kernel on a GPU, torch on a CPU.
+"""The torch ops that make FP8 numbers of others, and others of FP8 ones: a Triton kernel on a GPU, torch on a CPU.
 
 weft::quantize(x, rows, dtype, columns) -> (data, descale)
+weft::dequantize(data, descale, dtype) -> x
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import Tensor
 from ...codegen.launch.quantizing import OF_HEAD as OF_HEAD
 from ...codegen.launch.quantizing import OF_TENSOR as OF_TENSOR
 from ...codegen.launch.quantizing import quantizing
+from ...codegen.launch.scaled import Scaled, by_rows
 from ...codegen.targets import target_named
 from ...compiler.planning.dtypes import dtype_named, named_by_torch
 from ..settings import default_target
@@ -23,6 +25,7 @@ _LIBRARY.define(
     "quantize(Tensor x, SymInt rows, str dtype, bool columns) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_LIBRARY.define("dequantize(Tensor data, Tensor? descale, str dtype) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def quantize(x: Tensor, rows: int, dtype: torch.dtype, columns: bool) -> tuple[Tensor, Tensor]:
@@ -105,3 +108,43 @@ def _fake(x: Tensor, rows: int, dtype: str, columns: bool) -> tuple[Tensor, Tens
 _LIBRARY.impl("quantize", _on_cpu, "CPU")
 _LIBRARY.impl("quantize", _on_gpu, "CUDA")
 torch.library.register_fake("weft::quantize", _fake, lib=_LIBRARY)
+
+
+# -- the way back ------------------------------------------------------------------------------------------------------
+def dequantize(data: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """data [B, H, L, D] times descale [B, H, 1 or blocks, 1], contiguous. dtype: bf16, fp16 or fp32."""
+    found: Tensor = torch.ops.weft.dequantize(data, descale, named_by_torch()[dtype])
+    return found
+
+
+def _real_on_cpu(data: Tensor, descale: Tensor | None, dtype: str) -> Tensor:
+    kind, name = dtype_named(dtype).torch, default_target()
+    if name is not None and target_named(name).interprets and data.numel():
+        return _real_by_kernel(data, descale, kind, -1, True)
+    rows = None if descale is None else by_rows(descale, data.shape[2])
+    return Scaled(data, rows, torch.float32).real().to(kind).contiguous()
+
+
+def _real_on_gpu(data: Tensor, descale: Tensor | None, dtype: str) -> Tensor:
+    kind = dtype_named(dtype).torch
+    if not data.numel():
+        return data.new_empty(data.shape, dtype=kind)
+    with torch.cuda.device(data.device):  # Triton launches on the current one
+        return _real_by_kernel(data, descale, kind, data.get_device(), False)
+
+
+def _real_by_kernel(
+    data: Tensor, descale: Tensor | None, dtype: torch.dtype, device: int, interprets: bool
+) -> Tensor:  # fmt: skip
+    made = torch.empty(data.shape, dtype=dtype, device=data.device)
+    quantizing(device, interprets).real(data, descale, made)
+    return made
+
+
+def _fake_real(data: Tensor, descale: Tensor | None, dtype: str) -> Tensor:
+    return torch.empty(data.shape, dtype=dtype_named(dtype).torch, device=data.device)
+
+
+_LIBRARY.impl("dequantize", _real_on_cpu, "CPU")
+_LIBRARY.impl("dequantize", _real_on_gpu, "CUDA")
+torch.library.register_fake("weft::dequantize", _fake_real, lib=_LIBRARY)

@@ -193,6 +193,8 @@ def test_a_value_whose_length_is_contiguous_is_the_same_value(target: str) -> No
     query, key, value = tensors
     given = {**options, "target": target}
     assert torch.equal(CAUSAL(query, key, columns.data, **given), CAUSAL(query, key, value, **given))
+    defined = [CAUSAL.reference(query, key, v, **options) for v in (columns.data, columns.data.contiguous(), value)]
+    assert torch.equal(defined[0], defined[2]) and torch.equal(defined[1], defined[2])
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -346,7 +348,7 @@ def test_keys_of_a_cache_without_its_descales_are_refused(kind: str) -> None:
 def test_a_plan_says_who_computes_fp8_and_who_cannot() -> None:
     (query, key, value), options = operands("cpu", dim=64, value_dim=64)
     text = CAUSAL.explain(query, key, value, device="h100", **options)
-    assert "target triton" in text and "hopper" in text and "FP8" in text
+    assert "flash_forward=triton" in text and "hopper: has no FP8 key, value; leave target out" in text
     with pytest.raises(weft.UnavailableError, match="has e4m3 from compute capability 8.9 on, this is sm_80; quantise"):
         CAUSAL.explain(query, key, value, device="a100", **options)
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+import weft
+
+from ..attention.cases import cases
 from ..attention.test_fp8 import E4M3, E5M2, MASKED, check, with_fp8_values
+from ..support import check_errors, poisoned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -21,3 +25,36 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_widths_formats_and_descales(width, value_width, rows, dtype, key_is_fp8, value_dtype, per) -> None:
     tensors, options = with_fp8_values((width, value_width), rows, dtype, key_is_fp8, value_dtype, per, "cuda")
     check(MASKED, tensors, "triton", **options)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+)
+@pytest.mark.parametrize("name", ["causal", "cap", "alibi", "documents", "sink", "sigmoid", "dropout"])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_many_queries_take_copies(layout, name) -> None:
+    """All operands in FP8, and keys and values alone; values in rows and in columns, descales of every kind."""
+    variant, given = cases(name, rows=400, document=23)[name]
+    given = {n: t.cuda() if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+    for n, per in enumerate(("tensor", "head", 64, "token")):
+        query = poisoned((2, 4, 333, 64), torch.bfloat16, "cuda", seed=n)
+        key, value = (poisoned((2, 2, 400, 64), torch.float32, "cuda", seed=10 + n + i) for i in range(2))
+        key8, value8 = weft.fp8.quantize(key, per=per), weft.fp8.quantize(value, per=per, layout=layout)
+        options = {**given, "k_descale": key8.descale, "v_descale": value8.descale}
+        if n % 2:
+            query, options["q_descale"] = weft.fp8.quantize(query, per=per)
+        assert "made bf16 first" in variant.explain(query, key8.data, value8.data, **options)
+        check_copies(variant, (query, key8.data, value8.data), **options)
+
+
+def check_copies(variant, tensors, **options) -> None:
+    """Against float64; plain torch has the same bf16 copies."""
+    found = variant(*tensors, **options)
+    exact = variant.reference(*tensors, **{**options, "out_dtype": torch.float64})
+    names = ("q_descale", "k_descale", "v_descale")
+    real = [
+        t if t.dtype == torch.bfloat16 else weft.fp8.dequantize(weft.fp8.Quantized(t, options[n]), torch.bfloat16)
+        for t, n in zip(tensors, names)
+    ]
+    plain = variant.reference(*real, **{n: v for n, v in options.items() if n not in names})
+    check_errors(found, exact, plain, variant.name)

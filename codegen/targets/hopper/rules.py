@@ -86,7 +86,10 @@ COMMON = (
     ),
     Refusal(
         lambda c: c.signature.dtypes.quantized,
-        lambda c: f"has no FP8 {', '.join(sorted(c.signature.dtypes.quantized))}; target triton converts them",
+        lambda c: (
+            f"has no FP8 {', '.join(sorted(c.signature.dtypes.quantized))}; leave target out, and they "
+            "become bf16 where many queries read a key"
+        ),
     ),
     Refusal(
         lambda c: c.signature.dtype not in HALVES,

@@ -1,0 +1,77 @@
+"""Calls whose FP8 operands become 16-bit ones first, where that is faster: planning/conversion.py says when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .codegen.torch_private import constant_while_tracing
+from .compiler.planning.conversion import copied_bytes
+from .compiler.planning.conversion import pays as pays
+from .compiler.planning.machines.hardware import Hardware, for_device
+from .dtensors import is_sharded
+from .internals import Main
+from .runtime import descales
+from .runtime.ops.quantize import dequantize
+from .runtime.options import CallOptions
+from .runtime.settings import traced_target
+
+HALF = torch.bfloat16  # fp16 would lose what descales make large or small
+
+
+def converted(name: str, main: Main, options: CallOptions, operands: Mapping[str, Any]) -> tuple[Main, CallOptions]:
+    """The operands in 16 bits, and the options of a call with these; both as they are where that is not faster.
+
+    name: of the variant, for errors.
+    """
+    named = {"query": main.query, "key": main.key, "value": main.value}
+    if main.rope is not None or not is_convertible(named, options, operands):
+        return main, options
+    if not pays(_arch_of(main.query.device), queries_of_a_key(main.query, main.key, options)):
+        return main, options
+    descales.refuse_bare(name, main.key, options)
+    read = descales.read_by_kernels(name, named, options, pooled=False)
+    made = {n: _real(t, read.get(descales.OF[n])) for n, t in named.items() if t is not None}
+    return main._replace(**made), options.having(**dict.fromkeys((*descales.NAMES, "out_dtype")))
+
+
+@constant_while_tracing
+def _arch_of(device: torch.device) -> str:
+    return for_device(device).arch
+
+
+def is_convertible(main: descales.Main, options: CallOptions, operands: Mapping[str, Any]) -> bool:
+    """Whether a call may have copies of its operands: as 16-bit ones they fit, and nobody wants their gradients."""
+    given = [t for t in main.values() if isinstance(t, Tensor) and t.dim() == 4]
+    asks = options.schedule is not None or (options.target or traced_target()) is not None
+    if len(given) < 3 or asks or options.block_table is not None or is_sharded(given[0]):
+        return False
+    if not descales.are_quantized(given) or not {t.dtype for t in given} <= {HALF, *descales.FP8}:
+        return False
+    if given[0].device.type not in ("cpu", "cuda") or options.out_dtype not in (None, HALF) or 0 in given[1].shape:
+        return False
+    wanted = [t for t in (*given, *operands.values()) if isinstance(t, Tensor) and t.requires_grad]
+    return not (wanted and torch.is_grad_enabled())
+
+
+def queries_of_a_key(query: Tensor, key: Tensor, options: CallOptions) -> int:
+    """How many queries may read one key: those of a sequence, in all heads that share it. Of packed ones the mean."""
+    number = 1 if options.cu_seqlens_q is None else max(1, options.cu_seqlens_q.shape[0] - 1)
+    return query.shape[2] // number * (query.shape[1] // key.shape[1])
+
+
+def _real(tensor: Tensor, descale: Tensor | None) -> Tensor:
+    return dequantize(tensor, descale, HALF) if tensor.dtype in descales.FP8 else tensor
+
+
+def note(main: descales.Main, machine: Hardware) -> str:
+    """What `explain` says of it."""
+    elements = sum(t.numel() for t in main.values() if t is not None and t.dtype in descales.FP8)
+    size = copied_bytes(elements)
+    return (
+        f"FP8 operands are made bf16 first: {size / 1e6:.3g} MB are read and written, which takes "
+        f"{size / machine.hbm_bytes_per_second * 1e6:.1f} us more. Kernels that read FP8 would be slower"
+    )

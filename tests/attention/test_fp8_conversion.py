@@ -1,0 +1,124 @@
+"""FP8 operands that become bf16 ones before a call: which calls do, the copies, and what the plan says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from weft import conversion, kv_pos, q_pos
+from weft.compiler.planning.conversion import pays
+from weft.runtime.ops.quantize import dequantize
+
+from ..support import check_errors
+from .test_fp8 import E4M3, E5M2, quantized
+
+CAUSAL = weft.Attention(mask=kv_pos <= q_pos, name="causal")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def always(monkeypatch) -> None:
+    """As if each call were on a machine where copies pay."""
+    monkeypatch.setattr(conversion, "pays", lambda arch, queries: True)
+
+
+def call_of(query_is_fp8=False, layout="rows", per="head", device="cpu", rows=(70, 130)):
+    query = torch.randn(2, 4, rows[0], 32, dtype=BF16, device=device)
+    key, value = torch.randn(2, 2, 2, rows[1], 32, device=device)
+    key8, value8 = weft.fp8.quantize(key, per=per), weft.fp8.quantize(value, per=per, layout=layout)
+    options = {"k_descale": key8.descale, "v_descale": value8.descale}
+    if query_is_fp8:
+        query8 = weft.fp8.quantize(query, per="token")
+        query, options["q_descale"] = query8.data, query8.descale
+    return (query, key8.data, value8.data), options
+
+
+@pytest.mark.parametrize("target", [None, "interpret"])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("per", ["tensor", "head", 64, "token", None])
+def test_real_numbers(per, layout, target) -> None:
+    """Also of rows that are no multiple of a tile, and of widths that are no power of two."""
+    for dtype, shape in ((E4M3, (2, 3, 77, 24)), (E5M2, (1, 2, 130, 16))):
+        data, descale = quantized(shape, "head" if per is None else per, dtype, layout=layout)
+        wanted = weft.fp8.dequantize(weft.fp8.Quantized(data, descale if per else torch.ones(1, 1, 1, 1)))
+        with weft.settings(target=target):
+            found = dequantize(data, descale.expand(*shape[:2], -1, 1) if per else None, torch.float32)
+        assert found.is_contiguous() and torch.equal(found, wanted)
+
+
+def test_what_pays() -> None:
+    assert pays("sm_90", 256) and not pays("sm_90", 255)
+    assert not pays("sm_100", 4096) and not pays("cpu", 4096)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("query_is_fp8", [True, False])
+def test_a_call_is_that_of_real_numbers_in_bf16(query_is_fp8) -> None:
+    tensors, options = call_of(query_is_fp8)
+    found, lse = CAUSAL(*tensors, **options, return_lse=True)
+    exact, exact_lse = CAUSAL.reference(*tensors, **{**options, "out_dtype": torch.float64}, return_lse=True)
+    plain, plain_lse = CAUSAL.reference(*tensors, **{**options, "out_dtype": BF16}, return_lse=True)
+    assert found.dtype == BF16
+    check_errors(found, exact, plain, "out")
+    given = (options.get("q_descale"), options["k_descale"], options["v_descale"])
+    real = [t if d is None else weft.fp8.dequantize(weft.fp8.Quantized(t, d), BF16) for t, d in zip(tensors, given)]
+    assert torch.equal(found, CAUSAL(*real)) and torch.equal(lse, CAUSAL(*real, return_lse=True)[1])
+    assert "FP8 operands are made bf16 first" in CAUSAL.explain(*tensors, **options)
+    assert "Dv 32  bf16" in CAUSAL.explain(*tensors, **options)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=0.05, rtol=0.01)
+    torch.testing.assert_close(lse.double(), plain_lse.double(), atol=0.05, rtol=0.01)
+
+
+@pytest.mark.usefixtures("always")
+def test_calls_that_stay_as_they_are() -> None:
+    (query, key, value), options = call_of()
+    for odd in ({"target": "cpu"}, {"schedule": "flash"}, {"out_dtype": torch.float32}):
+        assert "made bf16" not in CAUSAL.explain(query, key, value, **options, **odd)
+    assert "made bf16" not in CAUSAL.explain(query.half(), key, value, **options)
+    wanted = query.clone().requires_grad_()
+    with pytest.raises(weft.WeftError, match="no backward"):
+        CAUSAL(wanted, key, value, **options)
+    with torch.no_grad():
+        CAUSAL(wanted, key, value, **options)
+
+
+@pytest.mark.usefixtures("always")
+def test_bad_descales_are_refused_as_before() -> None:
+    (query, key, value), options = call_of()
+    with pytest.raises(weft.WeftError, match="k_descale: expected a positive number, got 0"):
+        CAUSAL(query, key, value, **{**options, "k_descale": 0.0})
+    with pytest.raises(weft.WeftError, match="v_descale: expected what broadcasts"):
+        CAUSAL.explain(query, key, value, **{**options, "v_descale": torch.ones(3, 1, 1, 1)})
+
+
+@pytest.mark.usefixtures("always")
+def test_lengths_and_packed_sequences() -> None:
+    tensors, options = call_of()
+    lens = {"q_lens": torch.tensor([70, 31]), "kv_lens": torch.tensor([130, 64])}
+    lens = {n: t.int() for n, t in lens.items()}
+    found = CAUSAL(*tensors, **options, **lens)
+    exact = CAUSAL.reference(*tensors, **options, **lens, out_dtype=torch.float64)
+    check_errors(found, exact, CAUSAL.reference(*tensors, **options, **lens), "padded")
+    packed = [t[:1] for t in tensors]
+    own = {n: d[:1] for n, d in options.items()}
+    starts = {"cu_seqlens_q": torch.tensor([0, 30, 70]).int(), "cu_seqlens_kv": torch.tensor([0, 60, 130]).int()}
+    found = CAUSAL(*packed, **own, **starts)
+    exact = CAUSAL.reference(*packed, **own, **starts, out_dtype=torch.float64)
+    check_errors(found, exact, CAUSAL.reference(*packed, **own, **starts), "packed")
+
+
+@pytest.mark.usefixtures("always")
+def test_a_compiled_call() -> None:
+    tensors, options = call_of()
+    compiled = torch.compile(lambda q, k, v: CAUSAL(q, k, v, **options), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*tensors), CAUSAL(*tensors, **options))
+
+
+def test_the_plan_for_a_gpu_says_it() -> None:
+    """Of many queries a key; a step of a decode reads FP8."""
+    tensors, options = call_of(rows=(512, 1024))
+    said = CAUSAL.explain(*tensors, **options, device="h100")
+    assert "FP8 operands are made bf16 first" in said and "flash_forward=hopper" in said
+    assert "made bf16" not in CAUSAL.explain(tensors[0][:, :, :8], *tensors[1:], **options, device="h100")
+    assert "made bf16" not in CAUSAL.explain(*tensors, **options, device="b200")
