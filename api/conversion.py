@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,12 +35,19 @@ def converted(name: str, main: Main, options: CallOptions, operands: Mapping[str
         return main, options
     descales.refuse_bare(name, main.key, options)
     read = descales.read_by_kernels(name, named, options, pooled=False)
-    made = {n: _real(t, read.get(descales.OF[n])) for n, t in named.items() if t is not None}
+    stored = {n: t for n, t in named.items() if t is not None and t.dtype in descales.FP8}
+    real = dequantize([*stored.values()], [read.get(descales.OF[n]) for n in stored], HALF)
+    made = dict(zip(stored, real, strict=True))
     return main._replace(**made), options.having(**dict.fromkeys((*descales.NAMES, "out_dtype")))
 
 
 @constant_while_tracing
 def _arch_of(device: torch.device) -> str:
+    return _known_arch(device)
+
+
+@cache
+def _known_arch(device: torch.device) -> str:
     return for_device(device).arch
 
 
@@ -61,10 +69,6 @@ def queries_of_a_key(query: Tensor, key: Tensor, options: CallOptions) -> int:
     """How many queries may read one key: those of a sequence, in all heads that share it. Of packed ones the mean."""
     number = 1 if options.cu_seqlens_q is None else max(1, options.cu_seqlens_q.shape[0] - 1)
     return query.shape[2] // number * (query.shape[1] // key.shape[1])
-
-
-def _real(tensor: Tensor, descale: Tensor | None) -> Tensor:
-    return dequantize(tensor, descale, HALF) if tensor.dtype in descales.FP8 else tensor
 
 
 def note(main: descales.Main, machine: Hardware) -> str:

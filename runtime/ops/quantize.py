@@ -1,10 +1,12 @@
 """The torch ops that make FP8 numbers of others, and others of FP8 ones: a Triton kernel on a GPU, torch on a CPU.
 
 weft::quantize(x, rows, dtype, columns) -> (data, descale)
-weft::dequantize(data, descale, dtype) -> x
+weft::dequantize(data, descales, dtype) -> x, of each
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from ...codegen.launch.quantizing import OF_TENSOR as OF_TENSOR
 from ...codegen.launch.quantizing import quantizing
 from ...codegen.launch.scaled import Scaled, by_rows
 from ...codegen.targets import target_named
+from ...codegen.torch_private import PLAIN_TYPES, unwatched
 from ...compiler.planning.dtypes import dtype_named, named_by_torch
 from ..settings import default_target
 
@@ -25,7 +28,9 @@ _LIBRARY.define(
     "quantize(Tensor x, SymInt rows, str dtype, bool columns) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_LIBRARY.define("dequantize(Tensor data, Tensor? descale, str dtype) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.define(
+    "dequantize(Tensor[] data, Tensor?[] descales, str dtype) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
+)
 
 
 def quantize(x: Tensor, rows: int, dtype: torch.dtype, columns: bool) -> tuple[Tensor, Tensor]:
@@ -111,38 +116,41 @@ torch.library.register_fake("weft::quantize", _fake, lib=_LIBRARY)
 
 
 # -- the way back ------------------------------------------------------------------------------------------------------
-def dequantize(data: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """data [B, H, L, D] times descale [B, H, 1 or blocks, 1], contiguous. dtype: bf16, fp16 or fp32."""
-    found: Tensor = torch.ops.weft.dequantize(data, descale, named_by_torch()[dtype])
+def dequantize(data: Sequence[Tensor], descales: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
+    """Each data [B, H, L, D] times its descale [B, H, 1 or blocks, 1], contiguous. dtype: bf16, fp16 or fp32."""
+    if not torch.compiler.is_compiling() and unwatched() and all(type(t) in PLAIN_TYPES and t.is_cuda for t in data):
+        return _real_on_gpu(data, descales, named_by_torch()[dtype])
+    found: list[Tensor] = torch.ops.weft.dequantize(list(data), list(descales), named_by_torch()[dtype])
     return found
 
 
-def _real_on_cpu(data: Tensor, descale: Tensor | None, dtype: str) -> Tensor:
+def _real_on_cpu(data: Sequence[Tensor], descales: Sequence[Tensor | None], dtype: str) -> list[Tensor]:
     kind, name = dtype_named(dtype).torch, default_target()
-    if name is not None and target_named(name).interprets and data.numel():
-        return _real_by_kernel(data, descale, kind, -1, True)
-    rows = None if descale is None else by_rows(descale, data.shape[2])
-    return Scaled(data, rows, torch.float32).real().to(kind).contiguous()
+    if name is not None and target_named(name).interprets:
+        return [_real_by_kernel(t, d, kind, -1, True) for t, d in zip(data, descales, strict=True)]
+    rows = [None if d is None else by_rows(d, t.shape[2]) for t, d in zip(data, descales, strict=True)]
+    return [Scaled(t, r, torch.float32).real().to(kind).contiguous() for t, r in zip(data, rows, strict=True)]
 
 
-def _real_on_gpu(data: Tensor, descale: Tensor | None, dtype: str) -> Tensor:
-    kind = dtype_named(dtype).torch
-    if not data.numel():
-        return data.new_empty(data.shape, dtype=kind)
-    with torch.cuda.device(data.device):  # Triton launches on the current one
-        return _real_by_kernel(data, descale, kind, data.get_device(), False)
+def _real_on_gpu(data: Sequence[Tensor], descales: Sequence[Tensor | None], dtype: str) -> list[Tensor]:
+    kind, device = dtype_named(dtype).torch, data[0].get_device()
+    if device == torch.cuda.current_device():
+        return [_real_by_kernel(t, d, kind, device, False) for t, d in zip(data, descales, strict=True)]
+    with torch.cuda.device(device):  # Triton launches on the current one
+        return [_real_by_kernel(t, d, kind, device, False) for t, d in zip(data, descales, strict=True)]
 
 
 def _real_by_kernel(
     data: Tensor, descale: Tensor | None, dtype: torch.dtype, device: int, interprets: bool
 ) -> Tensor:  # fmt: skip
     made = torch.empty(data.shape, dtype=dtype, device=data.device)
-    quantizing(device, interprets).real(data, descale, made)
+    if data.numel():
+        quantizing(device, interprets).real(data, descale, made)
     return made
 
 
-def _fake_real(data: Tensor, descale: Tensor | None, dtype: str) -> Tensor:
-    return torch.empty(data.shape, dtype=dtype_named(dtype).torch, device=data.device)
+def _fake_real(data: Sequence[Tensor], descales: Sequence[Tensor | None], dtype: str) -> list[Tensor]:
+    return [torch.empty(t.shape, dtype=dtype_named(dtype).torch, device=t.device) for t in data]
 
 
 _LIBRARY.impl("dequantize", _real_on_cpu, "CPU")

@@ -43,7 +43,7 @@ def test_real_numbers(per, layout, target) -> None:
         data, descale = quantized(shape, "head" if per is None else per, dtype, layout=layout)
         wanted = weft.fp8.dequantize(weft.fp8.Quantized(data, descale if per else torch.ones(1, 1, 1, 1)))
         with weft.settings(target=target):
-            found = dequantize(data, descale.expand(*shape[:2], -1, 1) if per else None, torch.float32)
+            (found,) = dequantize([data], [descale.expand(*shape[:2], -1, 1) if per else None], torch.float32)
         assert found.is_contiguous() and torch.equal(found, wanted)
 
 
