@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .codegen.torch_private import constant_while_tracing
-from .compiler.planning.conversion import copied_bytes
-from .compiler.planning.conversion import pays as pays
+from .compiler.planning.conversion import copied_bytes, pays
 from .compiler.planning.machines.hardware import Hardware, for_device
 from .dtensors import is_sharded
 from .internals import Main
@@ -31,7 +30,7 @@ def converted(name: str, main: Main, options: CallOptions, operands: Mapping[str
     named = {"query": main.query, "key": main.key, "value": main.value}
     if main.rope is not None or not is_convertible(named, options, operands):
         return main, options
-    if not pays(_arch_of(main.query.device), queries_of_a_key(main.query, main.key, options)):
+    if not is_faster(_arch_of(main.query.device), named, options):
         return main, options
     descales.refuse_bare(name, main.key, options)
     read = descales.read_by_kernels(name, named, options, pooled=False)
@@ -65,16 +64,23 @@ def is_convertible(main: descales.Main, options: CallOptions, operands: Mapping[
     return not (wanted and torch.is_grad_enabled())
 
 
-def queries_of_a_key(query: Tensor, key: Tensor, options: CallOptions) -> int:
-    """How many queries may read one key: those of a sequence, in all heads that share it. Of packed ones the mean."""
-    number = 1 if options.cu_seqlens_q is None else max(1, options.cu_seqlens_q.shape[0] - 1)
-    return query.shape[2] // number * (query.shape[1] // key.shape[1])
+def is_faster(arch: str, main: descales.Main, options: CallOptions) -> bool:
+    """Whether copies pay, as if all pairs of a sequence were visible."""
+    query, key, value = main["query"], main["key"], main["value"]
+    assert query is not None and key is not None and value is not None
+    # rows of keys that a query may see; of packed sequences the mean
+    rows = key.shape[2] // (1 if options.cu_seqlens_kv is None else max(1, options.cu_seqlens_kv.shape[0] - 1))
+    pairs = query.shape[0] * query.shape[1] * query.shape[2] * rows
+    return pays(arch, 2.0 * pairs * (key.shape[3] + value.shape[3]), _elements(main))
+
+
+def _elements(main: descales.Main) -> int:
+    return sum(t.numel() for t in main.values() if t is not None and t.dtype in descales.FP8)
 
 
 def note(main: descales.Main, machine: Hardware) -> str:
     """What `explain` says of it."""
-    elements = sum(t.numel() for t in main.values() if t is not None and t.dtype in descales.FP8)
-    size = copied_bytes(elements)
+    size = copied_bytes(_elements(main))
     return (
         f"FP8 operands are made bf16 first: {size / 1e6:.3g} MB are read and written, which takes "
         f"{size / machine.hbm_bytes_per_second * 1e6:.1f} us more. Kernels that read FP8 would be slower"

@@ -317,11 +317,11 @@ def _converted(
         return operands, options, ()
     query, key, value = (t for t in operands if isinstance(t, Tensor))
     main = {"query": query, "key": key, "value": value}
-    names = (*descales.NAMES, "out_dtype", "block_table", "cu_seqlens_q")
+    names = (*descales.NAMES, "out_dtype", "block_table", "cu_seqlens_kv")
     own = PLAIN.having(**{n: options.get(n) for n in names}, target=target, schedule=schedule)
     if not conversion.is_convertible(main, own, options):
         return operands, options, ()
-    if not conversion.pays(machine.arch, conversion.queries_of_a_key(query, key, own)):
+    if not conversion.is_faster(machine.arch, main, own):
         return operands, options, ()
     descales.read_by_kernels(str(attention.name), main, own, pooled=False)
     halves = [torch.empty(t.shape, dtype=conversion.HALF, device="meta") for t in (query, key, value)]

@@ -2,17 +2,24 @@
 
 On compute capability 9.0 kernels that read FP8 have tiles of at most 32 queries (codegen/targets/triton/forms.py). Few
 queries are bound by the bytes of keys, and gain. Many are bound by products, which 16-bit kernels do several times
-faster; the copies then cost little.
+faster; the copies then cost little. The figures are those of one H100 (docs/experiments/2026-11-27-fp8-copies.md).
 """
 
 from __future__ import annotations
 
-LEAST_QUERIES = 256  # that read one key: fewer do not pay for the copies
+_OF_FP8, _OF_16_BITS = 150e12, 600e12  # FLOP/s of the two kinds of kernels
+_COPIED = 2e12  # bytes/s, read and written
+_LAUNCHED = 50e-6  # seconds that the copies take the host
 
 
-def pays(arch: str, queries: int) -> bool:
-    """Whether a call is faster with copies of its FP8 operands. queries: of all heads that share a key."""
-    return arch == "sm_90" and queries >= LEAST_QUERIES
+def pays(arch: str, flops: float, elements: int) -> bool:
+    """Whether a call of so many FLOPs is faster with copies of so many FP8 elements.
+
+    >>> pays("sm_90", 4e9 * 128, 1 << 25), pays("sm_90", 4e8, 1 << 25)
+    (True, False)
+    """
+    gained = flops * (1 / _OF_FP8 - 1 / _OF_16_BITS)
+    return arch == "sm_90" and gained > copied_bytes(elements) / _COPIED + _LAUNCHED
 
 
 def copied_bytes(elements: int) -> int:

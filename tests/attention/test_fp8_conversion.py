@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 @pytest.fixture
 def always(monkeypatch) -> None:
     """As if each call were on a machine where copies pay."""
-    monkeypatch.setattr(conversion, "pays", lambda arch, queries: True)
+    monkeypatch.setattr(conversion, "pays", lambda arch, flops, elements: True)
 
 
 def call_of(query_is_fp8=False, layout="rows", per="head", device="cpu", rows=(70, 130)):
@@ -48,8 +48,14 @@ def test_real_numbers(per, layout, target) -> None:
 
 
 def test_what_pays() -> None:
-    assert pays("sm_90", 256) and not pays("sm_90", 255)
-    assert not pays("sm_100", 4096) and not pays("cpu", 4096)
+    """As timed on an H100: 64 queries of 4 heads a key over 32k keys gain, 16 do not, nor 256 of one head over 8k."""
+    pairs, elements = 4 * 32 * 32768, 2 * 4 * 8 * 32768 * 128
+    assert pays("sm_90", 4.0 * 64 * pairs * 128, elements)
+    assert not pays("sm_90", 4.0 * 16 * pairs * 128, elements)
+    pairs, elements = 4 * 8 * 8192, 2 * 4 * 8 * 8192 * 64
+    assert pays("sm_90", 4.0 * 1024 * pairs * 64, elements)
+    assert not pays("sm_90", 4.0 * 256 * pairs * 64, elements)
+    assert not pays("sm_100", 1e15, elements) and not pays("cpu", 1e15, elements)
 
 
 @pytest.mark.usefixtures("always")
@@ -117,8 +123,8 @@ def test_a_compiled_call() -> None:
 
 def test_the_plan_for_a_gpu_says_it() -> None:
     """Of many queries a key; a step of a decode reads FP8."""
-    tensors, options = call_of(rows=(512, 1024))
+    tensors, options = call_of(rows=(4096, 8192))
     said = CAUSAL.explain(*tensors, **options, device="h100")
     assert "FP8 operands are made bf16 first" in said and "flash_forward=hopper" in said
-    assert "made bf16" not in CAUSAL.explain(tensors[0][:, :, :8], *tensors[1:], **options, device="h100")
+    assert "made bf16" not in CAUSAL.explain(tensors[0][:, :, :64], *tensors[1:], **options, device="h100")
     assert "made bf16" not in CAUSAL.explain(*tensors, **options, device="b200")

@@ -25,9 +25,8 @@ import torch
 from weft.codegen.decided import decided
 
 from .corpus import corpus
-from .texts import machine_code, machine_code_without_holes, texts_of, without_holes
+from .texts import CORES, machine_code, machine_code_without_holes, texts_of, without_holes
 
-THREADS = 2
 MOST_PARAMETERS = 8  # of a function that generated code calls
 RECORDED = Path(__file__).with_name("recorded.json")
 Found = dict[str, dict[str, str]]  # by triple, by part: text
@@ -36,7 +35,7 @@ Found = dict[str, dict[str, str]]  # by triple, by part: text
 def _pool(jobs: int) -> ProcessPoolExecutor:
     """Processes in which torch has as many threads as on the machine of the record: plans of a CPU count them."""
     spawned = multiprocessing.get_context("spawn")  # torch has threads, which no fork survives
-    return ProcessPoolExecutor(jobs, spawned, torch.set_num_threads, (THREADS,))
+    return ProcessPoolExecutor(jobs, spawned, torch.set_num_threads, (CORES,))
 
 
 def generated(jobs: int, only: str) -> Iterator[tuple[str, dict[str, str]]]:
