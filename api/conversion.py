@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,12 +14,16 @@ from .compiler.planning.conversion import copied_bytes, pays
 from .compiler.planning.machines.hardware import Hardware, for_device
 from .dtensors import is_sharded
 from .internals import Main
+from .ir.errors import collected
 from .runtime import descales
-from .runtime.ops.quantize import dequantize
+from .runtime.call import is_page
+from .runtime.check.sequences import ragged_problems
+from .runtime.ops.quantize import dequantize, dequantize_pages, large_table
 from .runtime.options import CallOptions
 from .runtime.settings import traced_target
 
 HALF = torch.bfloat16  # fp16 would lose what descales make large or small
+MOST_COPIED = 2**30  # bytes of copies of pages: a server has given most of the memory to its pools
 
 
 def converted(name: str, main: Main, options: CallOptions, operands: Mapping[str, Any]) -> tuple[Main, CallOptions]:
@@ -32,12 +36,22 @@ def converted(name: str, main: Main, options: CallOptions, operands: Mapping[str
         return main, options
     if not is_faster(_arch_of(main.query.device), named, options):
         return main, options
+    table, kv_lens = options.block_table, options.kv_lens
     descales.refuse_bare(name, main.key, options)
-    read = descales.read_by_kernels(name, named, options, pooled=False)
+    read = descales.read_by_kernels(name, named, options, pooled=table is not None)
+    options = options.having(**dict.fromkeys((*descales.NAMES, "out_dtype")))
     stored = {n: t for n, t in named.items() if t is not None and t.dtype in descales.FP8}
-    real = dequantize([*stored.values()], [read.get(descales.OF[n]) for n in stored], HALF)
-    made = dict(zip(stored, real, strict=True))
-    return main._replace(**made), options.having(**dict.fromkeys((*descales.NAMES, "out_dtype")))
+    if table is not None and kv_lens is not None:
+        if problems := ragged_problems(main.query, main.key, options.lengths, options.q_offset):
+            raise collected(name, problems)
+        names = ("key", "value")  # also one in 16 bits: both are read by one table
+        pools, factors = [named[n] for n in names], [read.get(descales.OF[n]) for n in names]
+        options = options.having(block_table=large_table(table, main.key.shape[2])[0])
+        made = dict(zip(names, dequantize_pages(pools, factors, table, kv_lens, HALF), strict=True))  # type: ignore[arg-type]
+        main = main._replace(**made)
+        stored = {n: t for n, t in stored.items() if n == "query"}
+    real = dequantize([*stored.values()], [read.get(descales.OF[n]) for n in stored], HALF) if stored else []
+    return main._replace(**dict(zip(stored, real, strict=True))), options
 
 
 @constant_while_tracing
@@ -54,7 +68,9 @@ def is_convertible(main: descales.Main, options: CallOptions, operands: Mapping[
     """Whether a call may have copies of its operands: as 16-bit ones they fit, and nobody wants their gradients."""
     given = [t for t in main.values() if isinstance(t, Tensor) and t.dim() == 4]
     asks = options.schedule is not None or (options.target or traced_target()) is not None
-    if len(given) < 3 or asks or options.block_table is not None or is_sharded(given[0]):
+    if len(given) < 3 or asks or is_sharded(given[0]):
+        return False
+    if options.block_table is not None and not _are_pages(given, options):
         return False
     if not descales.are_quantized(given) or not {t.dtype for t in given} <= {HALF, *descales.FP8}:
         return False
@@ -64,23 +80,41 @@ def is_convertible(main: descales.Main, options: CallOptions, operands: Mapping[
     return not (wanted and torch.is_grad_enabled())
 
 
+def _are_pages(given: Sequence[Tensor], options: CallOptions) -> bool:
+    """Whether a table and lengths look like those of pools, and their copies stay within MOST_COPIED."""
+    table, kv_lens = options.block_table, options.kv_lens
+    if not isinstance(table, Tensor) or table.dim() != 2 or kv_lens is None or not is_page(given[1].shape[2]):
+        return False
+    rows = table.shape[0] * table.shape[1] * given[1].shape[2]
+    return 0 < rows * given[1].shape[1] * (given[1].shape[3] + given[2].shape[3]) * HALF.itemsize <= MOST_COPIED
+
+
 def is_faster(arch: str, main: descales.Main, options: CallOptions) -> bool:
-    """Whether copies pay, as if all pairs of a sequence were visible."""
+    """Whether copies pay, as if all pairs of a sequence were visible, and all pages of a table used."""
     query, key, value = main["query"], main["key"], main["value"]
     assert query is not None and key is not None and value is not None
     # rows of keys that a query may see; of packed sequences the mean
     rows = key.shape[2] // (1 if options.cu_seqlens_kv is None else max(1, options.cu_seqlens_kv.shape[0] - 1))
+    if options.block_table is not None:
+        rows = options.block_table.shape[1] * key.shape[2]
     pairs = query.shape[0] * query.shape[1] * query.shape[2] * rows
-    return pays(arch, 2.0 * pairs * (key.shape[3] + value.shape[3]), _elements(main))
+    return pays(arch, 2.0 * pairs * (key.shape[3] + value.shape[3]), _copied_elements(main, options))
 
 
-def _elements(main: descales.Main) -> int:
-    return sum(t.numel() for t in main.values() if t is not None and t.dtype in descales.FP8)
+def _copied_elements(main: descales.Main, options: CallOptions) -> int:
+    """Of copies; of a pool as many as its table has pages for."""
+    stored = {n: t for n, t in main.items() if t is not None and t.dtype in descales.FP8}
+    table = options.block_table
+    found = 0
+    for name, t in stored.items():
+        paged = table is not None and name != "query"
+        found += table.numel() * t[0].numel() if paged else t.numel()  # type: ignore[union-attr]
+    return found
 
 
-def note(main: descales.Main, machine: Hardware) -> str:
+def note(main: descales.Main, machine: Hardware, options: CallOptions) -> str:
     """What `explain` says of it."""
-    size = copied_bytes(_elements(main))
+    size = copied_bytes(_copied_elements(main, options))
     return (
         f"FP8 operands are made bf16 first: {size / 1e6:.3g} MB are read and written, which takes "
         f"{size / machine.hbm_bytes_per_second * 1e6:.1f} us more. Kernels that read FP8 would be slower"

@@ -29,6 +29,7 @@ from .ir.numbers import is_int
 from .ir.walk import scalars, tensors
 from .latent import latent_form
 from .runtime import descales, driver
+from .runtime.call import LARGEST_PAGE
 from .runtime.check.operands import as_number, check_absorbed, check_no_latent, check_q_offset, operand_problems
 from .runtime.check.operands import described as described_operands
 from .runtime.check.tensors import (
@@ -39,6 +40,7 @@ from .runtime.check.tensors import (
     refuse_tracing,
     width_problems,
 )
+from .runtime.ops.quantize import large_table
 from .runtime.options import DESCRIBED, LENGTHS, PLAIN, READ_BY_KERNELS, Form, check_values
 from .runtime.run.key import boxed_of, dtypes_of, has_doubles, needs_offsets_64, offset_kind
 from .runtime.run.variant import variant_of
@@ -256,6 +258,9 @@ def request_of(
     machine = _hardware(device, tensors_on)
     if attention.latent is not None:
         form = _form_of(attention, operands, options, form, tensors_on is not None)
+    operands, options, copies = _converted(attention, operands, options, target, schedule, machine)
+    if copies:
+        sizes = dataclasses.replace(sizes, dtype=BF16.name, kv_dtype=None)
     head_dim = sizes.head_dim
     sizes, widths = _seen(attention, sizes, form, options.get("rope") is not None)
     found = _sequences(attention, operands, sizes, options)
@@ -267,9 +272,6 @@ def request_of(
     asked = options.get("deterministic")
     repeats = True if asked is None and torch.are_deterministic_algorithms_enabled() else asked
     facts, on_gpu = facts_of(attention), machine.kind == "cuda"
-    operands, options, copies = _converted(attention, operands, options, target, schedule, machine)
-    if copies:
-        sizes = dataclasses.replace(sizes, dtype=BF16.name, kv_dtype=None)
     dtypes, rows_read = _of_fp8(attention, operands, options)
 
     def signature(direction: Direction, wanted: frozenset[str]) -> Signature:
@@ -317,16 +319,21 @@ def _converted(
         return operands, options, ()
     query, key, value = (t for t in operands if isinstance(t, Tensor))
     main = {"query": query, "key": key, "value": value}
-    names = (*descales.NAMES, "out_dtype", "block_table", "cu_seqlens_kv")
+    names = (*descales.NAMES, "out_dtype", "block_table", "kv_lens", "cu_seqlens_kv")
     own = PLAIN.having(**{n: options.get(n) for n in names}, target=target, schedule=schedule)
     if not conversion.is_convertible(main, own, options):
         return operands, options, ()
     if not conversion.is_faster(machine.arch, main, own):
         return operands, options, ()
-    descales.read_by_kernels(str(attention.name), main, own, pooled=False)
-    halves = [torch.empty(t.shape, dtype=conversion.HALF, device="meta") for t in (query, key, value)]
+    table = own.block_table
+    descales.read_by_kernels(str(attention.name), main, own, pooled=table is not None)
     rest = {n: v for n, v in options.items() if n not in (*descales.NAMES, "out_dtype")}
-    return halves, rest, (conversion.note(main, machine),)
+    shapes = [t.shape for t in (query, key, value)]
+    if table is not None:
+        rest["block_table"], number = large_table(table, key.shape[2])
+        shapes[1:] = [torch.Size((number, t.shape[1], LARGEST_PAGE, t.shape[3])) for t in (key, value)]
+    halves = [torch.empty(shape, dtype=conversion.HALF, device=query.device) for shape in shapes]
+    return halves, rest, (conversion.note(main, machine, own),)
 
 
 def _of_fp8(

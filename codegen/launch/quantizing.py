@@ -15,7 +15,8 @@ from ..loader import without_holes
 from .binding import Binding
 from .scaled import shift_of
 
-MODULE, QUANTIZE, DEQUANTIZE, APPEND = "quantize", "quantize_rows", "dequantize_rows", "append_quantized"
+MODULE, QUANTIZE, APPEND = "quantize", "quantize_rows", "append_quantized"
+DEQUANTIZE, OF_PAGES = "dequantize_rows", "dequantize_pages"
 OF_TENSOR, OF_HEAD = -1, 0  # in place of the rows of a block: one descale for all, or for each head
 _ROWS, _ROWS_OF_REAL, _ROWS_OF_STEP = 32, 64, 8  # of a program, of a tensor, its real numbers, new rows of a cache
 _WIDE = 1 << 40  # strides are compiled as int64
@@ -71,6 +72,26 @@ class Quantizing:
         }  # fmt: skip
         programs = -(-length // _ROWS_OF_REAL) * batches * heads
         self._launch(DEQUANTIZE, (data, x, scales), (heads, length), strides, constants, programs)
+
+    def real_pages(
+        self, pool: Tensor, descale: Tensor | None, table: Tensor, kv_lens: Tensor, x: Tensor
+    ) -> None:  # fmt: skip
+        """Fill x [sequences * pages, H, rows, D], contiguous, from a pool [blocks, H, page, D] times descale, which is
+        [1 or blocks, H, 1 or page, 1]. What is behind the last key of a sequence is left as it is."""
+        if pool.stride(3) != 1:
+            pool = pool.contiguous()
+        blocks, heads, page, width = pool.shape
+        many, _, large, _ = x.shape
+        scales = x.new_ones((1, 1, 1, 1), dtype=torch.float32) if descale is None else descale
+        steps = pool.stride()[:3]
+        constants = {
+            "ROWS": min(_ROWS_OF_REAL, large), "LARGE": large, "WIDTH": width, "BLOCK": _power(width),
+            "ALIGNED": (pool.data_ptr() | _joined(steps)) & 15 == 0, "SCALED": descale is not None,
+        }  # fmt: skip
+        sizes = heads, many // table.shape[0], page, page * table.shape[1]
+        strides = (table.stride(0), *steps, *scales.expand(blocks, heads, page, 1).stride()[:3])
+        programs = many * heads * (large // min(_ROWS_OF_REAL, large))
+        self._launch(OF_PAGES, (table, kv_lens, pool, x, scales), sizes, strides, constants, programs)
 
     # -- new rows of a cache -------------------------------------------------------------------------------------------
     def append(

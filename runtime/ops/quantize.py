@@ -2,6 +2,7 @@
 
 weft::quantize(x, rows, dtype, columns) -> (data, descale)
 weft::dequantize(data, descales, dtype) -> x, of each
+weft::dequantize_pages(pools, descales, table, kv_lens, dtype) -> x, of each
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ...codegen.launch.scaled import Scaled, by_rows
 from ...codegen.targets import target_named
 from ...codegen.torch_private import PLAIN_TYPES, unwatched
 from ...compiler.planning.dtypes import dtype_named, named_by_torch
+from ..call import LARGEST_PAGE
 from ..settings import default_target
 
 LEAST = 2.0**-126  # of descales: smaller ones are 0 in some units
@@ -30,6 +32,11 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "dequantize(Tensor[] data, Tensor?[] descales, str dtype) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
+)
+
+_LIBRARY.define(
+    "dequantize_pages(Tensor[] pools, Tensor?[] descales, Tensor table, Tensor kv_lens, str dtype) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
@@ -153,6 +160,96 @@ def _fake_real(data: Sequence[Tensor], descales: Sequence[Tensor | None], dtype:
     return [torch.empty(t.shape, dtype=dtype_named(dtype).torch, device=t.device) for t in data]
 
 
+# -- of pages ----------------------------------------------------------------------------------------------------------
+def dequantize_pages(
+    pools: Sequence[Tensor], descales: Sequence[Tensor | None], table: Tensor, kv_lens: Tensor, dtype: torch.dtype
+) -> list[Tensor]:  # fmt: skip
+    """What a table says of each pool [blocks, H, page, D], times its descale [1 or blocks, H, 1 or page, 1].
+
+    They come in pages of LARGEST_PAGE rows, as many for each sequence as hold what its row of the table does, in order:
+    [sequences * pages, H, LARGEST_PAGE, D]. What lies behind the last key of a sequence is undefined.
+    """
+    given = (*pools, table, kv_lens)
+    if not torch.compiler.is_compiling() and unwatched() and all(type(t) in PLAIN_TYPES and t.is_cuda for t in given):
+        return _pages_on_gpu(pools, descales, table, kv_lens, named_by_torch()[dtype])
+    found: list[Tensor] = torch.ops.weft.dequantize_pages(
+        list(pools), list(descales), table, kv_lens, named_by_torch()[dtype]
+    )
+    return found
+
+
+def large_table(table: Tensor, page: int) -> tuple[Tensor, int]:
+    """The table of pages of LARGEST_PAGE rows, which lie in order, and their number."""
+    pages = large_pages(table, page)
+    number = table.shape[0] * pages
+    return torch.arange(number, dtype=torch.int32, device=table.device).view(-1, pages), number
+
+
+def large_pages(table: Tensor, page: int) -> int:
+    """How many pages of LARGEST_PAGE rows hold what a row of the table does."""
+    return -(-table.shape[1] * page // LARGEST_PAGE)
+
+
+def _room_for_pages(pools: Sequence[Tensor], table: Tensor, dtype: str) -> list[Tensor]:
+    kind, number = dtype_named(dtype).torch, table.shape[0]
+    return [
+        torch.empty(
+            (number * large_pages(table, t.shape[2]), t.shape[1], LARGEST_PAGE, t.shape[3]), dtype=kind, device=t.device
+        )
+        for t in pools
+    ]
+
+
+def _pages_by_kernel(
+    pools: Sequence[Tensor], descales: Sequence[Tensor | None], table: Tensor, kv_lens: Tensor, dtype: str, device: int
+) -> list[Tensor]:  # fmt: skip
+    made = _room_for_pages(pools, table, dtype)
+    for pool, descale, x in zip(pools, descales, made, strict=True):
+        if x.numel():
+            quantizing(device, device < 0).real_pages(pool, descale, table, kv_lens, x)
+    return made
+
+
+def _pages_on_gpu(
+    pools: Sequence[Tensor], descales: Sequence[Tensor | None], table: Tensor, kv_lens: Tensor, dtype: str
+) -> list[Tensor]:  # fmt: skip
+    device = table.get_device()
+    if device == torch.cuda.current_device():
+        return _pages_by_kernel(pools, descales, table, kv_lens, dtype, device)
+    with torch.cuda.device(device):  # Triton launches on the current one
+        return _pages_by_kernel(pools, descales, table, kv_lens, dtype, device)
+
+
+def _pages_on_cpu(
+    pools: Sequence[Tensor], descales: Sequence[Tensor | None], table: Tensor, kv_lens: Tensor, dtype: str
+) -> list[Tensor]:  # fmt: skip
+    name = default_target()
+    if name is not None and target_named(name).interprets:
+        return _pages_by_kernel(pools, descales, table, kv_lens, dtype, -1)
+    made = _room_for_pages(pools, table, dtype)
+    for pool, descale, x in zip(pools, descales, made, strict=True):
+        blocks, heads, page, _ = pool.shape
+        rows = None if descale is None else descale.expand(blocks, heads, page, 1)
+        real = Scaled(pool, rows, torch.float32).real()
+        for number, length in enumerate(kv_lens.clamp(0, table.shape[1] * page).tolist()):
+            own = real[table[number, : -(-length // page)].long()].transpose(0, 1).flatten(1, 2)[:, :length]
+            pages = large_pages(table, page)
+            target = x[number * pages : (number + 1) * pages].transpose(0, 1)
+            for first in range(0, length, LARGEST_PAGE):
+                part = own[:, first : first + LARGEST_PAGE]
+                target[:, first // LARGEST_PAGE, : part.shape[1]] = part
+    return made
+
+
+def _fake_pages(
+    pools: Sequence[Tensor], descales: Sequence[Tensor | None], table: Tensor, kv_lens: Tensor, dtype: str
+) -> list[Tensor]:  # fmt: skip
+    return _room_for_pages(pools, table, dtype)
+
+
+_LIBRARY.impl("dequantize_pages", _pages_on_cpu, "CPU")
+_LIBRARY.impl("dequantize_pages", _pages_on_gpu, "CUDA")
+torch.library.register_fake("weft::dequantize_pages", _fake_pages, lib=_LIBRARY)
 _LIBRARY.impl("dequantize", _real_on_cpu, "CPU")
 _LIBRARY.impl("dequantize", _real_on_gpu, "CUDA")
 torch.library.register_fake("weft::dequantize", _fake_real, lib=_LIBRARY)

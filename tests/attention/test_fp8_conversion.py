@@ -8,7 +8,7 @@ import torch
 import weft
 from weft import conversion, kv_pos, q_pos
 from weft.compiler.planning.conversion import pays
-from weft.runtime.ops.quantize import dequantize
+from weft.runtime.ops.quantize import dequantize, dequantize_pages
 
 from ..support import check_errors
 from .test_fp8 import E4M3, E5M2, quantized
@@ -128,3 +128,68 @@ def test_the_plan_for_a_gpu_says_it() -> None:
     assert "FP8 operands are made bf16 first" in said and "flash_forward=hopper" in said
     assert "made bf16" not in CAUSAL.explain(tensors[0][:, :, :64], *tensors[1:], **options, device="h100")
     assert "made bf16" not in CAUSAL.explain(*tensors, **options, device="b200")
+
+
+def paged_call(page=16, per="token", packed=False):
+    """Sequences of 0, 37 and 300 keys in a pool of NaN with holes between their blocks, and the options of a call."""
+    kv_lens, width = [0, 37, 300], -(-300 // page)
+    blocks = torch.randperm(3 * width + 5)[: 3 * width]
+    table = torch.full((3, width), -1, dtype=torch.int32)
+    pools = [torch.randn(3 * width + 5, 2, page, 32) for _ in range(2)]
+    quantized = [weft.fp8.quantize(p, per="token" if per == "token" else "tensor") for p in pools]
+    data = [torch.full_like(q.data.float(), float("nan")).to(E4M3) for q in quantized]
+    for n, length in enumerate(kv_lens):
+        own = blocks[n * width : n * width + -(-length // page)]
+        table[n, : len(own)] = own.int()
+        for place, block in enumerate(own.tolist()):
+            rows = min(page, length - place * page)
+            for d, q in zip(data, quantized):
+                d[block, :, :rows] = q.data[block, :, :rows]
+    options = {"k_descale": quantized[0].descale, "v_descale": quantized[1].descale, "block_table": table,
+               "kv_lens": torch.tensor(kv_lens, dtype=torch.int32)}  # fmt: skip
+    if packed:
+        options["cu_seqlens_q"] = torch.tensor([0, 5, 25, 90], dtype=torch.int32)
+    query = torch.randn(*((1, 4, 90) if packed else (3, 4, 40)), 32, dtype=BF16)
+    return (query, *data), options
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("page, per", [(16, "token"), (1, "tensor"), (256, "token"), (64, "tensor")])
+def test_pages(page, per, packed) -> None:
+    tensors, options = paged_call(page, per, packed)
+    found, lse = CAUSAL(*tensors, **options, return_lse=True)
+    exact, exact_lse = CAUSAL.reference(*tensors, **options, out_dtype=torch.float64, return_lse=True)
+    check_errors(found, exact, CAUSAL.reference(*tensors, **options, out_dtype=BF16), "out")
+    assert torch.equal(torch.isinf(lse), torch.isinf(exact_lse))
+    said = CAUSAL.explain(*tensors, **options)
+    assert "FP8 operands are made bf16 first" in said
+    with pytest.raises(weft.WeftError, match="kv_lens: expected"):
+        CAUSAL(*tensors, **{**options, "kv_lens": options["kv_lens"][:2]})
+
+
+def test_pages_by_the_kernel_are_those_of_torch() -> None:
+    """Also where a table has room for less than a length says, and where rows end inside of a large page."""
+    for page in (16, 1, 256):
+        (_, *pools), options = paged_call(page)
+        table, lens = options["block_table"], options["kv_lens"] + torch.tensor([0, 0, 999], dtype=torch.int32)
+        table = table.clamp(min=0)
+        factors = [options["k_descale"], None]
+        made = []
+        for target in (None, "interpret"):
+            with weft.settings(target=target):
+                made.append(dequantize_pages(pools, factors, table, lens, torch.float32))
+        pages = made[0][0].shape[0] // 3
+        for ours, theirs in zip(*made):
+            for n, length in enumerate((0, 37, table.shape[1] * page)):
+                rows = [
+                    t[n * pages : (n + 1) * pages].transpose(0, 1).flatten(1, 2)[:, :length] for t in (ours, theirs)
+                ]
+                assert torch.equal(rows[0].nan_to_num(7.0), rows[1].nan_to_num(7.0))
+
+
+@pytest.mark.usefixtures("always")
+def test_tables_that_want_much_memory_read_fp8(monkeypatch) -> None:
+    tensors, options = paged_call()
+    monkeypatch.setattr(conversion, "MOST_COPIED", 1000)
+    assert "made bf16" not in CAUSAL.explain(*tensors, **options)

@@ -9,6 +9,7 @@ import weft
 
 from ..attention.cases import cases
 from ..attention.test_fp8 import E4M3, E5M2, MASKED, check, with_fp8_values
+from ..attention.test_fp8_conversion import CAUSAL, paged_call
 from ..support import check_errors, poisoned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -27,9 +28,12 @@ def test_widths_formats_and_descales(width, value_width, rows, dtype, key_is_fp8
     check(MASKED, tensors, "triton", **options)
 
 
-@pytest.mark.skipif(
+on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
 )
+
+
+@on_hopper
 @pytest.mark.parametrize("name", ["causal", "cap", "alibi", "documents", "sink", "sigmoid", "dropout"])
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_many_queries_take_copies(layout, name, monkeypatch) -> None:
@@ -46,6 +50,19 @@ def test_many_queries_take_copies(layout, name, monkeypatch) -> None:
             query, options["q_descale"] = weft.fp8.quantize(query, per=per)
         assert "made bf16 first" in variant.explain(query, key8.data, value8.data, **options)
         check_copies(variant, (query, key8.data, value8.data), **options)
+
+
+@on_hopper
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("page, per", [(16, "token"), (64, "tensor"), (1, "tensor"), (256, "token")])
+def test_many_queries_take_copies_of_pages(page, per, packed, monkeypatch) -> None:
+    monkeypatch.setattr(weft.conversion, "pays", lambda arch, flops, elements: True)
+    tensors, options = paged_call(page, per, packed)
+    tensors, options = [t.cuda() for t in tensors], {n: t.cuda() for n, t in options.items()}
+    assert "made bf16 first" in CAUSAL.explain(*tensors, **options)
+    found = CAUSAL(*tensors, **options)
+    exact = CAUSAL.reference(*tensors, **options, out_dtype=torch.float64)
+    check_errors(found, exact, CAUSAL.reference(*tensors, **options), "pages")
 
 
 def check_copies(variant, tensors, **options) -> None:
