@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from torch import Tensor
 import weft
 import weft.kv
 from weft import head, kv_pos, masks, q_pos, score, scores
+from weft.runtime.ops.quantize import dequantize, dequantize_pages
 
 ALL_TARGETS = ("hopper", "triton", "cpu")  # cpu: to see that cases run, where there is no GPU
 TOOLS = ("memcheck", "synccheck", "initcheck")
@@ -108,17 +110,7 @@ def dense(
 
 def padded(name: str, target: str, dim: int = 64, **options: object) -> None:
     variant = VARIANTS[name]
-    tensors = [
-        random(3, h, n, dim)
-        for h, n in (
-            (
-                4,
-                Q_LEN,
-            ),
-            (2, KV_LEN),
-            (2, KV_LEN),
-        )
-    ]
+    tensors = [random(3, h, n, dim) for h, n in ((4, Q_LEN), (2, KV_LEN), (2, KV_LEN))]
     lens = {"q_lens": numbers(Q_LEN, 0, 33), "kv_lens": numbers(KV_LEN, 50, 40)}
     differentiated(variant, tensors, target=target, **operands_of(variant, 3, 4, KV_LEN), **lens, **options)
 
@@ -179,6 +171,58 @@ def appended(target: str) -> None:
         cache.append(sequences, random(2, 2, tokens, 64), random(2, 2, tokens, 64))
 
 
+# -- FP8 ---------------------------------------------------------------------------------------------------------------
+def quantized(per: Any, layout: Any, *tensors: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """FP8 numbers of the last two or three of query, key and value, and their descales; values in this layout."""
+    made = [
+        weft.fp8.quantize(t, per, layout=layout if i == len(tensors) - 1 else "rows") for i, t in enumerate(tensors)
+    ]
+    names = ("q_descale", "k_descale", "v_descale")[3 - len(made) :]
+    return [q.data for q in made], {n: q.descale for n, q in zip(names, made, strict=True)}
+
+
+def fp8(
+    name: str, target: str, per: Any = "head", layout: Any = "rows", queries: int = Q_LEN, all_of: bool = False
+) -> None:
+    variant, shapes = VARIANTS[name], ((4, queries), (2, KV_LEN), (2, KV_LEN))
+    query, *rest = (random(2, h, n, 80) for h, n in shapes)
+    tensors, descales = quantized(per, layout, *([query] if all_of else []), *rest)
+    tensors = tensors if all_of else [query, *tensors]
+    differentiated(variant, tensors, False, target=target, **operands_of(variant, 2, 4, KV_LEN), **descales)
+
+
+def fp8_pages(target: str, queries: int, page: int, per: Any = "token") -> None:
+    key, value, lens = pools(page, 128)
+    tensors, descales = quantized(per, "rows", key, value)
+    differentiated(CAUSAL, [random(3, 8, queries, 128), *tensors], False, target=target, **lens, **descales)
+
+
+def fp8_latent(target: str, queries: int, page: int) -> None:
+    variant = LATENT.replace(scale=0.1, latent=weft.Latent(rank=512, rope=64))
+    cache, rope, lens = pools(page, 512, 1)
+    latent = weft.fp8.quantize(cache, "token")
+    more = {**lens, "rope": rope[..., :64].contiguous(), "k_descale": latent.descale}
+    differentiated(variant, [random(3, 16, queries, 576), latent.data], False, target=target, form="absorbed", **more)
+
+
+def fp8_appended(target: str, scale: Any = "token") -> None:
+    cache = weft.kv.PagedCache(32, kv_heads=2, head_dim=64, dtype=torch.float8_e4m3fn, device=DEVICE, scale=scale)
+    sequences = [cache.allocate() for _ in range(2)]
+    for tokens in (37, 1):
+        cache.append(sequences, random(2, 2, tokens, 64), random(2, 2, tokens, 64))
+
+
+def fp8_real(target: str, per: Any, layout: Any) -> None:
+    """The kernels that make bf16 copies, of rows and of pages."""
+    (data,), descales = quantized(per, layout, random(2, 2, KV_LEN, 80))
+    blocks = descales["v_descale"].expand(2, 2, -1, 1)
+    dequantize([data, data], [blocks, None], BF16)
+    for page in (1, 16, 256):
+        pool, _, lens = pools(page, 80)
+        (stored,), factors = quantized("token", "rows", pool)
+        dequantize_pages([stored], [factors["v_descale"]], lens["block_table"], lens["kv_lens"], BF16)
+
+
 def cases(targets: Sequence[str]) -> dict[str, Callable[[], None]]:
     found: dict[str, Callable[[], None]] = {}
 
@@ -212,6 +256,21 @@ def cases(targets: Sequence[str]) -> dict[str, Callable[[], None]]:
     add(appended)
     add(expanded)
     add(expanded, deterministic=True)
+    for name in ("causal", "alibi", "window", "sink", "sigmoid", "dropout"):
+        add(fp8, name)
+        add(fp8, name, all_of=True, layout="columns", per="token")
+    for per in ("tensor", 64, "token"):
+        add(fp8, "causal", per=per)
+        add(fp8, "causal", per=per, queries=1)
+        add(fp8_real, per=per, layout="rows")
+    add(fp8_real, per="head", layout="columns")
+    for page in (1, 16, 64):
+        for queries in (1, 5, 100):
+            add(fp8_pages, queries=queries, page=page, per="token" if page > 1 else "tensor")
+    for queries in (1, 70):
+        add(fp8_latent, queries=queries, page=16)
+    add(fp8_appended)
+    add(fp8_appended, scale="head")
     return found
 
 
