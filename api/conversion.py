@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .codegen.torch_private import constant_while_tracing
+from .codegen.torch_private import constant_while_tracing, under_transform
 from .compiler.planning.conversion import copied_bytes, pays
 from .compiler.planning.machines.hardware import Hardware, for_device
 from .dtensors import is_sharded
 from .internals import Main
 from .ir.errors import collected
 from .runtime import descales
-from .runtime.call import is_page
+from .runtime.call import LARGEST_PAGE, is_page
 from .runtime.check.sequences import ragged_problems
 from .runtime.ops.quantize import dequantize, dequantize_pages, large_table
 from .runtime.options import CallOptions
-from .runtime.settings import traced_target
+from .runtime.settings import checks_values, traced_target
 
 HALF = torch.bfloat16  # fp16 would lose what descales make large or small
 MOST_COPIED = 2**30  # bytes of copies of pages: a server has given most of the memory to its pools
@@ -46,7 +46,10 @@ def converted(name: str, main: Main, options: CallOptions, operands: Mapping[str
             raise collected(name, problems)
         names = ("key", "value")  # also one in 16 bits: both are read by one table
         pools, factors = [named[n] for n in names], [read.get(descales.OF[n]) for n in names]
-        options = options.having(block_table=large_table(table, main.key.shape[2])[0])
+        page = main.key.shape[2]
+        if table.shape[1] * page % LARGEST_PAGE:  # large pages have room behind the last one of the table
+            options = options.having(kv_lens=kv_lens.clamp(max=table.shape[1] * page))
+        options = options.having(block_table=large_table(table, page)[0])
         made = dict(zip(names, dequantize_pages(pools, factors, table, kv_lens, HALF), strict=True))  # type: ignore[arg-type]
         main = main._replace(**made)
         stored = {n: t for n, t in stored.items() if n == "query"}
@@ -68,7 +71,7 @@ def is_convertible(main: descales.Main, options: CallOptions, operands: Mapping[
     """Whether a call may have copies of its operands: as 16-bit ones they fit, and nobody wants their gradients."""
     given = [t for t in main.values() if isinstance(t, Tensor) and t.dim() == 4]
     asks = options.schedule is not None or (options.target or traced_target()) is not None
-    if len(given) < 3 or asks or is_sharded(given[0]):
+    if len(given) < 3 or asks or is_sharded(given[0]) or under_transform():
         return False
     if options.block_table is not None and not _are_pages(given, options):
         return False
@@ -81,7 +84,10 @@ def is_convertible(main: descales.Main, options: CallOptions, operands: Mapping[
 
 
 def _are_pages(given: Sequence[Tensor], options: CallOptions) -> bool:
-    """Whether a table and lengths look like those of pools, and their copies stay within MOST_COPIED."""
+    """Whether a table and lengths look like those of pools, and their copies stay within MOST_COPIED. Where values are
+    checked, those of the caller's own table are."""
+    if checks_values():
+        return False
     table, kv_lens = options.block_table, options.kv_lens
     if not isinstance(table, Tensor) or table.dim() != 2 or kv_lens is None or not is_page(given[1].shape[2]):
         return False

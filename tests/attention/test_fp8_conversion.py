@@ -193,3 +193,23 @@ def test_tables_that_want_much_memory_read_fp8(monkeypatch) -> None:
     tensors, options = paged_call()
     monkeypatch.setattr(conversion, "MOST_COPIED", 1000)
     assert "made bf16" not in CAUSAL.explain(*tensors, **options)
+
+
+@pytest.mark.usefixtures("always")
+def test_a_length_past_the_table_ends_with_it() -> None:
+    """As everywhere: not in what large pages have behind it, which nobody wrote."""
+    tensors, options = paged_call(16)
+    options["block_table"] = options["block_table"].clamp(min=0)
+    options |= {"kv_lens": torch.tensor([0, 37, 304], dtype=torch.int32)}
+    too_long = {**options, "kv_lens": torch.tensor([0, 37, 330], dtype=torch.int32)}
+    assert torch.equal(CAUSAL(*tensors, **too_long), CAUSAL(*tensors, **options))
+    with weft.settings(check=True), pytest.raises(weft.WeftError, match="kv_lens"):
+        CAUSAL(*tensors, **too_long)
+
+
+@pytest.mark.usefixtures("always")
+def test_transforms_read_fp8() -> None:
+    tensors, options = call_of()
+    many = [torch.stack([t, t]) for t in tensors]
+    found = torch.func.vmap(lambda q, k, v: CAUSAL(q, k, v, **options))(*many)
+    assert torch.equal(found[0], found[1])
