@@ -71,7 +71,9 @@ def is_convertible(main: descales.Main, options: CallOptions, operands: Mapping[
     """Whether a call may have copies of its operands: as 16-bit ones they fit, and nobody wants their gradients."""
     given = [t for t in main.values() if isinstance(t, Tensor) and t.dim() == 4]
     asks = options.schedule is not None or (options.target or traced_target()) is not None
-    if len(given) < 3 or asks or is_sharded(given[0]) or under_transform():
+    if len(given) < 3 or asks or is_sharded(given[0]):
+        return False
+    if not torch.compiler.is_compiling() and under_transform():
         return False
     if options.block_table is not None and not _are_pages(given, options):
         return False
