@@ -140,7 +140,8 @@ def _real_on_cpu(data: Sequence[Tensor], descales: Sequence[Tensor | None], dtyp
 
 
 def _real_on_gpu(data: Sequence[Tensor], descales: Sequence[Tensor | None], dtype: str) -> list[Tensor]:
-    kind, device = dtype_named(dtype).torch, data[0].get_device()
+    first, *_ = data
+    kind, device = dtype_named(dtype).torch, first.get_device()
     if device == torch.cuda.current_device():
         return [_real_by_kernel(t, d, kind, device, False) for t, d in zip(data, descales, strict=True)]
     with torch.cuda.device(device):  # Triton launches on the current one
