@@ -146,7 +146,7 @@ class Attention(Methods, Declaration):
             found = in_region.over_ranks(self, Main(query, key, value, rope), options, operands)
             if found is not None:
                 return found
-        if options.are_read or getattr(key, "dtype", None) in FP8:
+        if (options.are_read or getattr(key, "dtype", None) in FP8) and not dtensors.is_sharded(query):
             main, options = conversion.converted(str(self.name), Main(query, key, value, rope), options, operands)
             query, key, value, rope = main
         if is_traced or type(query) is not Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor
 from .codegen.torch_private import constant_while_tracing, under_transform
 from .compiler.planning.conversion import copied_bytes, pays
 from .compiler.planning.machines.hardware import Hardware, for_device
-from .dtensors import is_sharded
 from .internals import Main
 from .ir.errors import collected
 from .runtime import descales
@@ -71,7 +70,7 @@ def is_convertible(main: descales.Main, options: CallOptions, operands: Mapping[
     """Whether a call may have copies of its operands: as 16-bit ones they fit, and nobody wants their gradients."""
     given = [t for t in main.values() if isinstance(t, Tensor) and t.dim() == 4]
     asks = options.schedule is not None or (options.target or traced_target()) is not None
-    if len(given) < 3 or asks or is_sharded(given[0]):
+    if len(given) < 3 or asks:
         return False
     if not torch.compiler.is_compiling() and under_transform():
         return False
