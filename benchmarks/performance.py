@@ -176,7 +176,7 @@ def behind(found: Sequence[Ratio]) -> str:
         key = "h200", "weft_hopper", peer, direction
         slow = [r for r in found if (r.card, r.target, r.peer, r.direction) == key and r.value < 0.98]
         if slow:
-            rows = (f"  - {r.row}: {r.value:.2f}" for r in sorted(slow, key=lambda r: r.value))
+            rows = (f"  - {r.row}: {r.value:.2f}." for r in sorted(slow, key=lambda r: r.value))
             lines += [f"- More than 2 % behind {COLUMNS[peer]} on an H200, {word}:", *rows]
     return "\n".join(lines)
 
@@ -200,14 +200,14 @@ def table_texts(results: Sequence[Result], key: str) -> str:
             table = result.tables[key]
             title = "" if found else f"### {table.title}\n\n"
             file = f"[{result.name}](../benchmarks/results/{result.name}.json)"
-            found.append(f"{title}{result.card}, {result.date} ({file}):\n\n{table.markdown()}")
+            found.append(f"{title}{result.card}, {result.date} ({file}).\n\n{table.markdown()}")
     return "\n".join(found)
 
 
 def listed(results: Sequence[Result]) -> str:
     """Tables that the page leaves to their files."""
     return "\n".join(
-        f"- {table.title} ({result.card}): [{result.name}](../benchmarks/results/{result.name}.json)"
+        f"- {table.title} ({result.card}): [{result.name}](../benchmarks/results/{result.name}.json)."
         for result in results
         for key, table in result.tables.items()
         if key not in SHOWN

@@ -95,5 +95,5 @@ def test_the_newest_figure_of_a_row_counts_and_an_older_one_says_so() -> None:
 
 def test_rows_behind_are_named() -> None:
     slow = one("2026-01-01", "slow", fa4=(100.0, 100.0), weft_hopper=(90.0, 99.0))
-    said = f"- More than 2 % behind FA4 on an H200, forwards:\n  - {ROW.name}: 0.90"
+    said = f"- More than 2 % behind FA4 on an H200, forwards:\n  - {ROW.name}: 0.90."
     assert performance.behind(performance.ratios([slow])) == said
