@@ -141,7 +141,7 @@ class Attention(Methods, Declaration):
         """head_dim: the value of the symbol, where it is not the query's."""
         own, is_traced = self._internals, torch.compiler.is_compiling()
         if is_traced or may_autocast():
-            query, key, value = autocast(query, key, value)
+            query, key, value, rope = autocast(query, key, value, rope)
         if functional.scaled_dot_product_attention is not SDPA and not dtensors.is_sharded(query):
             found = in_region.over_ranks(self, Main(query, key, value, rope), options, operands)
             if found is not None:
@@ -273,12 +273,12 @@ class Attention(Methods, Declaration):
         self, query: Tensor, cache: Tensor, value: Tensor | None, options: CallOptions, operands: Mapping[str, Any]
     ) -> Result:  # fmt: skip
         """Latent attention: a step of a decode as it is, all else as latent.py says."""
-        is_plain = options.form is None and value is options.uk is options.uv is options.rope is None
-        if is_plain and latent.is_absorbed(self, self._internals, query, cache, options):
+        is_plain, rope = options.form is None and value is options.uk is options.uv is None, options.rope
+        if is_plain and latent.is_absorbed(self, self._internals, Main(query, cache, None, rope), options):
             try:  # every step of a decode: what else is wrong with a call fails in it, and is told then
-                return self._run(query, cache, None, None, options, operands)
+                return self._run(query, cache, None, rope, options, operands)
             except Exception:
-                check_latent(self, query, cache, None, None, options.block_table is not None)
+                check_latent(self, query, cache, None, None, options.block_table is not None, rope)
                 raise
         return latent.attended(self, self._run, Main(query, cache, value), options, operands)
 

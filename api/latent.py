@@ -79,12 +79,20 @@ def _expanded(
     return run(query, key, value, rope, options, operands)
 
 
-def is_absorbed(attention: Declaration, own: Internals, query: Tensor, cache: Tensor, options: CallOptions) -> bool:
+def is_absorbed(attention: Declaration, own: Internals, main: Main, options: CallOptions) -> bool:
     """Whether shapes are those of a latent query and its cache, contiguous or in pages, and nothing is traced."""
     if attention.scale is None or torch.compiler.is_compiling():
         return False
+    query, cache, _, rope = main
     try:
-        (batches, _, _, width), (others, heads, _, columns) = query.shape, cache.shape
+        (batches, _, _, width), (others, heads, rows, columns) = query.shape, cache.shape
+        if rope is not None:
+            if columns != attention.latent.rank or rope.dtype in descales.FP8:  # type: ignore[union-attr]
+                return False
+            *beside, rotary = rope.shape
+            if beside != [others, heads, rows]:
+                return False
+            columns += rotary
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return False
     return (

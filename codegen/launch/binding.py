@@ -23,6 +23,8 @@ SHAPES = {
     "query": ("batches", "heads", "q_len", "q_dim"),
     "key": ("key_batches", "kv_heads", "kv_len", "key_dim"),
     "value": ("value_batches", "value_heads", "value_len", "value_dim"),
+    # a rotary key, by the number of the piece that it is of the key's columns
+    **{f"key{n}": tuple(f"key{n}_{size}" for size in ("batches", "heads", "len", "dim")) for n in range(1, 9)},
 }
 SIZES = {
     "group": "heads // kv_heads",
@@ -154,12 +156,15 @@ class Packer:
             raise InternalError(f"binding: no kernel argument is known by the name {name}")
 
 
-def fitting(absorbed: bool, keys: KeySource) -> list[str]:
-    """Conditions that operands of a call fit each other, with something to compute."""
+def fitting(absorbed: bool, keys: KeySource, rotary: Sequence[str] = ()) -> list[str]:
+    """Conditions that operands of a call fit each other, with something to compute. rotary: keys of their own."""
     value = [] if absorbed else ["key_batches == value_batches", "kv_heads == value_heads", "kv_len == value_len"]
     something = "batches * heads * kv_heads * q_len * kv_len > 0"
     lengths = f"q_len | kv_len <= {2**30}"  # else the slower way looks closely
-    return [something, lengths, *keys.fits, "q_dim == key_dim", "heads % kv_heads == 0", *value]
+    width = " + ".join(["key_dim", *(f"{name}_dim" for name in rotary)])
+    own = (("batches", "key_batches"), ("heads", "1"), ("len", "kv_len"))
+    beside = [f"{name}_{size} == {expected}" for name in rotary for size, expected in own]
+    return [something, lengths, *keys.fits, f"q_dim == {width}", "heads % kv_heads == 0", *value, *beside]
 
 
 def like(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...compiler.analysis.values.places import rows_of_boxes
 from ...ir.expr import Load
-from .binding import Binding
+from .binding import SHAPES, Binding
 from .job import Job, Mode, Part
 
 _ANY = 0x7FFF0000  # a size that no coordinate reaches
@@ -120,7 +120,7 @@ _BOXES = {box.__name__: box for box in (Box, RaggedBox, HeadsBox, OperandBox, Fl
 _OF_QUERY, _OF_KEY = "batches, heads, q_len", "key_batches, kv_heads, kv_len"
 _EXTENTS = {
     "query": f"{_OF_QUERY}, q_dim", "out": f"{_OF_QUERY}, value_dim", "key": f"{_OF_KEY}, key_dim",
-    "value": f"{_OF_KEY}, value_dim",
+    "value": f"{_OF_KEY}, value_dim", **{name: ", ".join(sizes) for name, sizes in SHAPES.items() if name[-1].isdigit()},
 }  # fmt: skip
 
 

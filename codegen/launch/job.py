@@ -203,6 +203,11 @@ class Job(Planned):
     def ways(self) -> Ways:
         return ways_in(self.code, self.facts)
 
+    def columns_of(self, n: int, rotary: Tensor) -> Tensor:
+        """Of a rotary key, or its gradient, those that piece n of the key is."""
+        piece = self.code.segments.qk[n]
+        return rotary if len(self.own_keys) == 1 else rotary.narrow(3, piece.start, piece.width)
+
     # -- names of a call -----------------------------------------------------------------------------------------------
     @property
     def kv_rows(self) -> str:

@@ -139,9 +139,10 @@ class KernelLauncher:
         if call.value is not None:
             given["value"] = call.value
         if call.rope is not None:
-            given[f"key{self.job.own_keys[0]}"] = call.rope
+            given |= {f"key{i}": self.job.columns_of(i, call.rope) for i in self.job.own_keys}
             if self.job.is_backward:
-                given[f"dkey{self.job.own_keys[0]}"] = results.get("drope", call.rope)
+                drope = results.get("drope", call.rope)
+                given |= {f"dkey{i}": self.job.columns_of(i, drope) for i in self.job.own_keys}
         for name, operand in call.operands.items():
             given[f"arg_{name}"] = operand
         given |= call.sequences.tensors
@@ -159,7 +160,7 @@ class KernelLauncher:
         for i in self.job.own_keys:
             share = workspace.get(f"dkey{i}")
             if share is not None and "drope" in results:
-                whole = results["drope"]
+                whole = self.job.columns_of(i, results["drope"])
                 whole.copy_(share.unflatten(1, (whole.shape[1], -1)).sum(2))
 
     # -- texts ---------------------------------------------------------------------------------------------------------

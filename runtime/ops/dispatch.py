@@ -34,7 +34,7 @@ def run(variant: Variant, call: Call, wants_lse: bool) -> tuple[Tensor, Any]:
         if known.record is not None and not wants_lse and (found := variant.own_again(call, known)) is not None:
             return found
         given = [v for v in call.operands.values() if isinstance(v, Tensor)] if call.operands else ()
-        return record((variant, call, known), query, call.key, call.value, None, *given)
+        return record((variant, call, known), query, call.key, call.value, call.rope, *given)
     tensors = [query, call.key, call.value, call.rope]
     if call.operands:
         tensors += [v for v in call.operands.values() if isinstance(v, Tensor)]

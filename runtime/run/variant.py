@@ -321,7 +321,8 @@ class Variant:
 
 def _look(repeats: Repeats, ready: Prepared, call: Call) -> None:
     """Learn what serves calls like this one; where there were others before, also what serves those of more keys."""
-    tensors = [t for t in (call.query, call.key, call.value, *call.operands.values()) if isinstance(t, Tensor)]
+    given = call.query, call.key, call.value, call.rope, *call.operands.values()
+    tensors = [t for t in given if isinstance(t, Tensor)]
     if not are_plain(tensors):  # a call like it has to go through torch's dispatcher, as it did
         return
     recorded = any([t.requires_grad for t in tensors])

@@ -61,6 +61,36 @@ def test_rotary_columns_apart_of_every_kind_of_operands(target: str) -> None:
     assert (out - wide).norm() <= 2.0**-8 * wide.norm()
 
 
+@pytest.mark.parametrize("columns", [16, 80, 96])
+def test_rotary_columns_apart_of_any_number(columns: int) -> None:
+    """80 and 96 are tiles of two sizes each."""
+    variant = weft.Attention(mask=masks.causal, latent=weft.Latent(32, columns), scale=0.1, name=f"rotary_{columns}")
+    query, latent = poisoned((1, 2, 5, 32 + columns), torch.float32), poisoned((1, 1, 30, 32), torch.float32, seed=1)
+    rope, latent8 = poisoned((1, 1, 30, columns), torch.float32, seed=5), weft.fp8.quantize(latent)
+    for cache, given in ((latent, {}), (latent8.data, {"k_descale": latent8.descale})):
+        out = variant(query, cache, rope=rope, target="interpret", **given)
+        real = cache.double() if cache.dtype == torch.float32 else cache
+        expected = variant.reference(query.double(), real, rope=rope.double(), **given)
+        assert (out - expected).norm() <= 2.0**-9 * expected.norm()
+
+
+@pytest.mark.parametrize("algorithm", ["flash", "streaming", "standard"])
+def test_gradients_of_rotary_columns_of_two_sizes(algorithm: str) -> None:
+    variant = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=32, rope=80), name="rotary_gradients")
+    query, cache = (torch.randn(1, heads, n, width) for heads, n, width in ((2, 5, 96), (1, 30, 112)))
+    given = [query, cache, torch.randn(2, 32, 16), torch.randn(2, 32, 16)]
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        q, c, uk, uv = leaves = [t.to(dtype).requires_grad_() for t in given]
+        if dtype == torch.float32:
+            out = variant(q, c, uk=uk, uv=uv, form="expanded", target="interpret", schedule=algorithm)
+        else:
+            out = variant.reference(q, c, uk=uk, uv=uv)
+        found.append(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+    for got, expected in zip(*found):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("scale", ["token", "head"])
 @pytest.mark.parametrize("kind", ["paged", "packed", "dense"])

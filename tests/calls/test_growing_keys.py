@@ -108,6 +108,41 @@ def test_a_latent_cache_that_grows(rows: int, heads: int, target: str, growing: 
     assert all(served[4:])
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "FP8"])
+def test_a_latent_cache_that_grows_with_rotary_columns_apart(
+    fp8: bool, rows: int, growing: Callable[..., _Growing]
+) -> None:
+    variant = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=512, rope=64), scale=0.07, name="grown_rotary")
+    calls, query = growing(variant, "triton"), normal(2, 16, rows, 576)
+    cache, rope = normal(2, 1, 4200, 512), normal(2, 1, 4200, 64)
+    cache8 = weft.fp8.quantize(cache, per="token")
+
+    def of(n: int, rotary: int | None = None) -> bool:
+        given = {"rope": rope[:, :, : rotary or n]} | ({"k_descale": cache8.descale[:, :, :n]} if fp8 else {})
+        return calls([query, (cache8.data if fp8 else cache)[:, :, :n]], False, **given)
+
+    lengths = [n for n in LENGTHS if n > 1]
+    for _ in range(2):
+        served = [of(n) for n in lengths]
+    assert all(served[4:])
+    assert not of(300, 299) and not calls.launches.found
+    assert of(301)
+
+
+def test_one_descale_in_the_place_of_those_of_rows_is_seen(growing: Callable[..., _Growing]) -> None:
+    """It lies as the first of them does."""
+    calls, query = growing(CAUSAL, "triton"), normal(1, 2, 1, 64)
+    key8, value8 = (weft.fp8.quantize(cache[:1], per="token") for cache in CACHES)
+
+    def of(n: int, descales: int) -> bool:
+        own = {f"{of}_descale": x.descale[:, :, :descales] for of, x in (("k", key8), ("v", value8))}
+        return calls([query, key8.data[:, :, :n], value8.data[:, :, :n]], False, **own)
+
+    assert [of(n, n) for n in range(600, 610)][4:] == [True] * 6
+    assert not of(610, 1)
+
+
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 def test_keys_that_grow_beyond_an_axis_that_other_kernels_measure(
     target: str, growing: Callable[..., _Growing]

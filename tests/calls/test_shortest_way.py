@@ -125,6 +125,45 @@ def test_both_ways_launch_the_same(
                 assert isinstance(got, int) and got > 0, where
 
 
+MLA = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=32, rope=16), scale=0.1, name="shortest_latent")
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "lengths", "pages"])
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("per", [None, "head", "token"])
+def test_rotary_columns_apart_go_both_ways(
+    per: str | None, rows: int, kind: str, launched: tuple[Launched, Launched]
+) -> None:
+    """per: of what a latent cache of FP8 has a descale; None: it has 32 bits."""
+    longer, shortest = launched
+    variant = MLA.replace(name=f"shortest_latent_{kind}_{rows}_{per}")
+    sizes = (12, 1, 16) if kind == "pages" else (3, 1, 64)
+    query, cache = torch.randn(3, 4, rows, 48), torch.randn(*sizes, 32)
+    given = {**DECODES[kind], "rope": torch.randn(*sizes, 16)}
+    if per is not None and kind == "pages":
+        cache8, scale = weft.fp8.quantize(cache, per=per), torch.rand(1, 1, 1, 1) + 0.5
+        cache, given["k_descale"] = cache8.data, cache8.descale if per == "token" else scale
+    elif per is not None:
+        cache, given["k_descale"] = weft.fp8.quantize(cache, per=per)
+    variant(query, cache, **given, target="interpret")
+    by_hand = list(longer)
+    assert by_hand and not shortest
+    longer.clear()
+    for _ in range(4):
+        variant(query, cache, **given, target="interpret")
+    assert not longer and len(shortest) == 4 * len(by_hand)
+    there = {t.data_ptr() for t in (query, cache, *given.values())}
+    for (kernel, programs, own), short in zip(by_hand * 4, shortest, strict=True):
+        assert (kernel, programs) == short[:2]
+        for parameter, value in own.items():
+            got = short[2][parameter]
+            if not isinstance(value, torch.Tensor):
+                assert got == value, parameter
+            else:
+                assert got == value.data_ptr() if value.data_ptr() in there else got > 0, parameter
+    assert "key1" in by_hand[0][2]
+
+
 def test_nothing_is_launched_on_memory_that_was_given_back(launched: tuple[Launched, Launched]) -> None:
     variant, shortest = weft.Attention(mask=masks.causal, name="given_back"), launched[1]
     query, *keys = (torch.randn(1, 2, 40, 16) for _ in range(3))

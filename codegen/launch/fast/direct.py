@@ -55,7 +55,9 @@ def finishes_of(job: Job) -> dict[str, Finish] | None:
 
 def may_go_directly(job: Job) -> bool:
     """Whether calls of such kernels may take a direct way at all."""
-    usual = job.algorithm in ("flash", "split_kv") and not job.own_keys and job.signature.options <= DESCALES
+    usual = job.algorithm in ("flash", "split_kv") and job.signature.options <= DESCALES
+    # a rotary key of its own is one tensor there; heads' shares of its gradient are summed by the longer way
+    usual = usual and len(job.own_keys) <= (0 if job.is_backward else 1)
     return usual and job.sequences.in_order and finishes_of(job) is not None
 
 
@@ -79,7 +81,7 @@ class DirectWay:
         if not job.is_backward and not (job.sequences.keys.packed or job.sequences.keys.pooled):
             sizes = {"key": "kv_len", "value": "value_len"}
             free = {n: SHAPES[n].index(size) for n, size in sizes.items() if n in job.given_names}
-            free |= dict.fromkeys(job.signature.scaled_rows, 2)
+            free |= dict.fromkeys([*job.signature.scaled_rows, *self._rotary], 2)
             growing = self._factory(way, free)
         return Ways(way.function(), like=self._factory(way), growing=growing)
 
@@ -127,6 +129,7 @@ class DirectWay:
         """What a call hands over, as expressions by name."""
         job = self.job
         found = {n: f"b.{n}" if n in _OF_BACKWARD else f"call.{n}" for n in job.given_names}
+        found |= dict.fromkeys(self._rotary, "call.rope")
         found |= {n: f"call.operands[{n.removeprefix('arg_')!r}]" for n in job.arguments}
         found |= {n: f"{_WHERE}.{n}" for n in self._lengths}
         found |= {n: f"call.read[{n!r}]" for n in job.descales}
@@ -136,6 +139,11 @@ class DirectWay:
         if self._adds_to_results:
             found |= {"out": "out", "lse": "lse"}
         return found
+
+    @property
+    def _rotary(self) -> list[str]:
+        """The rotary key, where it is a tensor of its own."""
+        return [f"key{i}" for i in self.job.own_keys]
 
     @property
     def _guarded(self) -> list[str]:
@@ -213,12 +221,13 @@ class DirectWay:
     def _conditions(self) -> list[str]:
         """Beyond what is prepared for: shapes that fit, and alignment."""
         job, found = self.job, ["not is_heard()", "current_device() == device"]
-        found += fitting(job.signature.widths.value_is_key, job.sequences.keys)
+        found += fitting(job.signature.widths.value_is_key, job.sequences.keys, self._rotary)
         if job.sequences.keys.pooled:
             found += [f"kv_len == {self.mode.page}"]
         if job.is_backward:
             found += self._of_backward()
         found += [*self._of_sequences(), *self._of_memory()]
+        found += [f"{n}.shape[2] > 1" for n in sorted(job.signature.scaled_rows)]
         for part in self.parts:
             found += part.conditions(self.mode)
         return found + [text for finish in self._finishes.values() for text in finish.conditions]
@@ -277,7 +286,7 @@ class DirectWay:
         if not job.is_backward:
             pins = [Pin("options", "call.choices"), Pin("width", "call.head_dim", "==")]
             read = f"call.read is not None and call.read.keys() == {set(job.descales)!r}" if job.descales else ""
-            conditions = ["call.rope is None", read or "call.read is None"]
+            conditions = [*([] if job.own_keys else ["call.rope is None"]), read or "call.read is None"]
             conditions += ["call.value is None"] if job.signature.widths.value_is_key else []
         elif self.mode.no_dlse:
             conditions = ["b.dlse is None"]
