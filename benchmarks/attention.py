@@ -3,6 +3,8 @@
     python benchmarks/attention.py --json out.json --markdown out.md     all rows, under 8 minutes on an H200
     python benchmarks/attention.py --quick                               three rows, about a minute
     python benchmarks/attention.py --rows 'D128.*causal' --columns cudnn,weft_hopper
+    python benchmarks/attention.py --fp8                                 forwards of FP8 operands, about three minutes
+    python benchmarks/attention.py --fp8 --list                          names of rows; needs no GPU
 
 Every contender of a row is compiled and checked first; then all take turns, in shuffled rounds, with a cold L2 at each
 launch, timed by CUDA events. Forward and backward are timed apart, both through the public API and autograd. A column
@@ -23,9 +25,9 @@ from pathlib import Path
 import torch
 from bench_first_call import FirstCall, first_call
 from bench_measure import Effort, ceilings, host_times, measure_row
-from bench_peers import COLUMNS, TITLES
+from bench_peers import COLUMNS, FP8_COLUMNS, TITLES
 from bench_report import Report, as_markdown, print_report, speed_grid, write_json
-from bench_rows import QUICK, ROWS, Row
+from bench_rows import FP8, QUICK, ROWS, Row
 from rich.console import Console
 
 FIRST_CALL_COLUMNS = ("flex", "weft_triton", "weft_hopper")  # the ones that compile
@@ -34,7 +36,9 @@ FIRST_CALL_COLUMNS = ("flex", "weft_triton", "weft_hopper")  # the ones that com
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", metavar="REGEX", default="", help="only rows whose name matches")
-    parser.add_argument("--columns", metavar="LIST", default=",".join(COLUMNS), help="of " + ", ".join(COLUMNS))
+    parser.add_argument("--columns", metavar="LIST", help="of " + ", ".join(COLUMNS))
+    parser.add_argument("--fp8", action="store_true", help="rows of FP8 operands in place of those of bf16")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows, and measure nothing")
     parser.add_argument("--quick", action="store_true", help="three rows, two rounds, no first calls")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--launches", type=int, default=5, help="timed launches in a round")
@@ -44,16 +48,27 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="PATH")
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="the same tables as Markdown")
     found = parser.parse_args(words)
-    found.columns = tuple(filter(None, found.columns.split(",")))
+    found.columns = _columns(found)
     if unknown := [column for column in found.columns if column not in COLUMNS]:
         parser.error(f"--columns: expected some of {', '.join(COLUMNS)}, got {', '.join(unknown)}")
     if not chosen_rows(found):
-        parser.error(f"--rows: no row matches {found.rows!r}; the rows are " + "; ".join(row.name for row in ROWS))
+        names = "; ".join(row.name for row in _rows(found))
+        parser.error(f"--rows: no row matches {found.rows!r}; the rows are {names}")
     return found
 
 
+def _columns(options: argparse.Namespace) -> tuple[str, ...]:
+    if options.columns is not None:
+        return tuple(filter(None, options.columns.split(",")))
+    return FP8_COLUMNS if options.fp8 else tuple(column for column in COLUMNS if column != "cudnn_fp8")
+
+
+def _rows(options: argparse.Namespace) -> tuple[Row, ...]:
+    return FP8 if options.fp8 else QUICK if options.quick else ROWS
+
+
 def chosen_rows(options: argparse.Namespace) -> list[Row]:
-    return [row for row in (QUICK if options.quick else ROWS) if re.search(options.rows, row.name)]
+    return [row for row in _rows(options) if re.search(options.rows, row.name)]
 
 
 def machine_line() -> str:
@@ -75,7 +90,7 @@ def run(options: argparse.Namespace, console: Console) -> Report:
     report.ceilings = ceilings()
     effort = Effort(2 if options.quick else options.rounds, options.launches, deadline)
     rows = chosen_rows(options)
-    if not options.no_host_time:
+    if not (options.no_host_time or options.fp8):
         report.host_us = host_times(report.columns)
         console.print("host times measured", style="dim")
     for number, row in enumerate(rows, 1):
@@ -87,7 +102,7 @@ def run(options: argparse.Namespace, console: Console) -> Report:
         line = speed_grid([result], options.columns).lines[0]
         shown = ", ".join(f"{TITLES[c]} {text}" for c, text in zip(options.columns, line[1:-1], strict=True))
         console.print(f"{time.monotonic() - begin:4.0f} s  {number}/{len(rows)} {line[0]}: {shown}", highlight=False)
-    if not (options.quick or options.no_first_calls):
+    if not (options.quick or options.fp8 or options.no_first_calls):
         _first_calls(report, deadline, console)
     report.seconds = time.monotonic() - begin
     _save(report, options)
@@ -113,6 +128,9 @@ def _save(report: Report, options: argparse.Namespace) -> None:
 
 def main(words: Sequence[str] | None = None) -> None:
     options = arguments(words)
+    if options.list:
+        print("\n".join(row.name for row in chosen_rows(options)))
+        return
     console = Console(width=None if sys.stdout.isatty() else 220)
     if not torch.cuda.is_available():
         sys.exit("benchmarks/attention.py: expected a CUDA device, found none")

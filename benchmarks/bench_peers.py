@@ -6,11 +6,12 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
+from bench_fp8 import Cudnn, Quantized
 from bench_rows import Row
 from bench_variants import LATENT_RANK, kept_as_weft, sink_logits, starts, torch_variant, weft_variant
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -41,6 +42,13 @@ class Operands:
     @property
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.query, self.key, self.value
+
+
+@dataclass(frozen=True)
+class Fp8Operands(Operands):
+    """The leaves are what the FP8 numbers stand for, in the dtype of other rows; they want no gradients."""
+
+    quantized: Quantized
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,8 @@ class Contender:
     setup: Callable[[], object] | None = None  # timed apart: Flex's mask build
     context: Callable[[], contextlib.AbstractContextManager[object]] = field(default=contextlib.nullcontext)
     learned: tuple[Tensor, ...] = ()  # what the score reads, whose gradients belong to the row's work
+    trains: bool = True  # whether there is a backward
+    real: Callable[[Tensor], Tensor] = lambda out: out  # what the output of `forward` stands for
 
     def backward(self, out: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, (*self.leaves, *self.learned), self.grad_out, retain_graph=True)
@@ -92,8 +102,8 @@ class Contender:
         """Output and gradients, [B, H, S, D], for comparison; those of what is learned last."""
         with self.context():
             out = self.forward()
-            gradients = self.backward(out)
-            found = (out, *(g[None] if self.packed else g for g in gradients))
+            gradients = self.backward(out) if self.trains else ()
+            found = (self.real(out), *(g[None] if self.packed else g for g in gradients))
         return tuple((x.transpose(1, 2) if self.seq_first else x).detach() for x in found)
 
 
@@ -106,6 +116,9 @@ def make_operands(row: Row, device: str, dtype: torch.dtype = torch.bfloat16) ->
         torch.randn(row.batch, heads, row.length, width, generator=generator, device=device, dtype=dtype)
         for heads, width in sizes
     )
+    if row.fp8:
+        quantized = Quantized.of(row, (query, key, value))
+        return Fp8Operands(*quantized.real(dtype), grad_out, quantized)
     return Operands(query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), grad_out)
 
 
@@ -126,7 +139,12 @@ def _latent_operands(row: Row, device: str, dtype: torch.dtype, generator: torch
 
 def contender(column: str, row: Row, operands: Operands) -> Contender:
     """Raises NotOffered, or whatever the peer raises, where the column cannot do the row."""
-    return COLUMNS[column](row, operands)
+    if row.fp8 and column not in FP8_COLUMNS:
+        raise NotOffered("its operands are of 16 bits")
+    if column == "cudnn_fp8" and not row.fp8:
+        raise NotOffered("for operands in FP8")
+    made = COLUMNS[column](row, operands)
+    return replace(made, trains=False) if row.fp8 else made
 
 
 def _contender(operands: Operands, forward: Callable[[], Tensor], learned: tuple[Tensor, ...] = ()) -> Contender:
@@ -226,6 +244,18 @@ def _varlen(row: Row, operands: Operands) -> Contender:
         return varlen_attn(*rows, cu, cu, longest, longest, **causal).transpose(0, 1)[None]
 
     return Contender(forward, operands.leaves, operands.grad_out, own_numbers=dropout > 0)
+
+
+def _cudnn_fp8(row: Row, operands: Operands) -> Contender:
+    assert isinstance(operands, Fp8Operands)
+    try:
+        import cudnn  # noqa: F401
+    except Exception as error:  # it opens libraries, which may be others than it was made for
+        raise NotOffered(f"nvidia-cudnn-frontend cannot be imported: {error}") from error
+    if row.variant not in ("full", "causal"):
+        raise NotOffered("cuDNN's FP8 attention has no such variant")
+    made = Cudnn(row, operands.quantized)
+    return Contender(made.forward, operands.leaves, operands.grad_out, real=made.real)
 
 
 # --- FlexAttention ------------------------------------------------------------------------------------------------
@@ -373,6 +403,10 @@ def _weft(target: str, deterministic: bool | None = None) -> Callable[[Row, Oper
         declared, arguments = weft_variant(row, operands.device)
         options = {"target": target, "deterministic": deterministic, **arguments}
 
+        if isinstance(operands, Fp8Operands):
+            data, options = operands.quantized.data, {**operands.quantized.options, **options}
+            return _contender(operands, lambda: declared(*data, **options))
+
         def forward() -> Tensor:
             if isinstance(operands, LatentOperands):
                 own = {"uk": operands.uk, "uv": operands.uv, "form": "expanded"}
@@ -396,7 +430,9 @@ COLUMNS: dict[str, Callable[[Row, Operands], Contender]] = {
     "weft_triton": _weft("triton"),
     "weft_hopper": _weft("hopper"),
     "weft_repeats": _weft("hopper", deterministic=True),
+    "cudnn_fp8": _cudnn_fp8,
 }
+FP8_COLUMNS = ("math", "cudnn_fp8", "weft_triton", "weft_hopper")  # those of rows whose operands are FP8
 TITLES = {
     "math": "plain torch",
     "fa2": "FA2 (SDPA)",
@@ -407,6 +443,7 @@ TITLES = {
     "weft_triton": "Weft triton",
     "weft_hopper": "Weft hopper",
     "weft_repeats": "Weft hopper, deterministic",
+    "cudnn_fp8": "cuDNN FP8",
 }
 # what results are compared with: the first of these that worked on the row
 REFERENCES = ("cudnn", "flex", "fa2", "math")

@@ -114,12 +114,13 @@ def of_report(report: Mapping[str, Any], date: str, commit: str | None) -> Resul
 
 def _rates(cells: Mapping[str, Any]) -> Iterator[tuple[str, Rates]]:
     for column, cell in cells.items():
-        wrong = any(e is not None and not e < 0.02 for e in (cell["out_error"], cell["grad_error"]))
+        bad = cell.get("bad_error", 0.02)
+        wrong = any(e is not None and not e < bad for e in (cell["out_error"], cell["grad_error"]))
         forward, backward = (
             None if cell[f"{d}_tflops"] is None else round(cell[f"{d}_tflops"], 1) for d in ("forward", "backward")
         )
         if wrong:  # NaN too; a forward may be right whose gradients are not
-            forward, backward = forward if (cell["out_error"] or 0) < 0.02 else None, None
+            forward, backward = forward if (cell["out_error"] or 0) < bad else None, None
         if forward is not None or backward is not None:
             yield column, (forward, backward)
 

@@ -1,14 +1,15 @@
 """The rows of the benchmark: shapes, variants, and the work that their masks leave visible."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 TOKENS = 16384  # of a row, unless its name says otherwise
 
 
 @dataclass(frozen=True)
 class Row:
-    """One shape and variant, bf16, self-attention. Letters: B batch, H heads, S length, D and Dv head dims."""
+    """One shape and variant, bf16 or FP8, self-attention. Letters: B batch, H heads, S length, D and Dv head dims."""
 
     variant: str  # key of bench_variants.VARIANTS
     batch: int  # B
@@ -21,6 +22,8 @@ class Row:
     own_kv_heads: int = 0  # heads of key and value; 0: H
     own_value_dim: int = 0  # Dv; 0: D
     spread: tuple[int, int, int] | None = None  # of how many sequences tokens are packed, from how many to how many
+    # of operands in FP8, how values lie: "rows", or "columns", whose length is contiguous; "": operands are bf16
+    fp8: Literal["", "rows", "columns"] = ""
 
     @property
     def kv_heads(self) -> int:
@@ -37,7 +40,8 @@ class Row:
         heads = f"H{self.heads}" + (f"/{self.kv_heads}" if self.own_kv_heads else "")
         batch = "" if self.batch * self.length == TOKENS else f" B{self.batch}"
         spread = " {} of {} to {}".format(*self.spread) if self.spread else ""
-        return f"{width} {heads} S{self.length}{batch} {self.variant}{parameter}{spread}"
+        fp8 = f" FP8, values by {self.fp8}" if self.fp8 else ""
+        return f"{width} {heads} S{self.length}{batch} {self.variant}{parameter}{spread}{fp8}"
 
     @property
     def lens(self) -> tuple[int, ...]:
@@ -161,4 +165,15 @@ SPARSE = (  # what is visible is a small part: tiles are found on the device in 
     Row("documents", 1, 8, 2**20, 128, 1024),
 )
 ROWS = DENSE + VARIANTS + SHAPES + PACKED + LEARNED + LATENT + DROPPED + SPARSE
+_IN_FP8 = (  # forwards alone: FP8 has no backward
+    _dense(128, 8192, "causal"),
+    _dense(128, 8192, "full"),
+    _dense(128, 16384, "causal"),
+    _dense(64, 8192, "causal"),
+    _dense(256, 8192, "causal"),
+    _dense(256, 8192, "full"),
+    Row("causal", 2, 16, 8192, 192, own_value_dim=128),
+    *(row for row in VARIANTS if row.variant in ("softcap", "alibi", "window", "documents")),
+)
+FP8 = tuple(replace(row, fp8=layout) for row in _IN_FP8 for layout in ("columns", "rows"))  # type: ignore[arg-type]
 QUICK = (DENSE[0], DENSE[5], VARIANTS[0])

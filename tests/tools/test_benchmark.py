@@ -23,7 +23,7 @@ from bench_first_call import FirstCall
 from bench_measure import Ceilings, Cell, Effort, HostTime, RowResult, launch_times, measure_row, relative_error
 from bench_peers import COLUMNS, TITLES, NotOffered
 from bench_report import Report, as_markdown, print_report, speed_grid
-from bench_rows import DENSE, PACKED, QUICK, ROWS, SHAPES, VARIANTS, Row
+from bench_rows import DENSE, FP8, PACKED, QUICK, ROWS, SHAPES, VARIANTS, Row
 from bench_variants import torch_variant, weft_variant
 
 SMALL = [
@@ -102,6 +102,17 @@ def test_flops_follow_the_published_convention():
     assert causal.flops("forward") == pytest.approx(full.flops("forward") / 2, rel=2e-4)
     apart = Row("full", 1, 1, 8, 192, own_value_dim=128)
     assert (apart.flops("forward"), apart.flops("backward")) == (2 * 64 * 320, 2 * 64 * (3 * 192 + 2 * 128))
+
+
+def test_the_rows_of_fp8_operands() -> None:
+    columns, rows = ([r for r in FP8 if r.fp8 == layout] for layout in ("columns", "rows"))
+    assert len(columns) == len(rows) == 11 and len(FP8) == 22 == len({r.name for r in FP8})
+    assert [r.name.removesuffix(" FP8, values by columns") for r in columns] == [
+        "D128 H16 S8192 causal", "D128 H16 S8192 full", "D128 H16 S16384 causal", "D64 H32 S8192 causal",
+        "D256 H8 S8192 causal", "D256 H8 S8192 full", "D192/128 H16 S8192 causal", "D128 H16 S8192 softcap 20",
+        "D128 H16 S8192 alibi", "D128 H16 S8192 window 1024", "D128 H16 S8192 documents 1024",
+    ]  # fmt: skip
+    assert {r.batch * r.length for r in FP8} == {16384}
 
 
 def test_rows_of_other_shapes_say_what_is_other():
@@ -232,6 +243,23 @@ def test_a_row_holds_times_errors_and_reasons(result):
     assert result.cells["weft_hopper"].is_wrong and not result.cells["math"].is_wrong
 
 
+@pytest.mark.parametrize("layout", ["columns", "rows"])
+@pytest.mark.parametrize("row", [row for row in SMALL if row.variant in ("full", "causal", "alibi", "window")], ids=named)
+def test_a_row_of_fp8_operands_has_forwards_alone(row, layout, monkeypatch):
+    monkeypatch.setattr(bench_peers, "COLUMNS", {**COLUMNS, "weft_triton": bench_peers._weft("cpu")})
+    result = measure_row(dataclasses.replace(row, fp8=layout), tuple(COLUMNS), Effort(2, 2), "cpu")
+    cells = result.cells
+    own = cells["weft_triton"]
+    assert result.reference == "math" and own.out_error < 0.02 and own.grad_error is None and not own.is_wrong
+    assert own.forward_ms > 0 and own.backward_ms is None and own.backward_reason == "no backward of FP8 operands"
+    assert cells["fa4"].forward_reason == "NotOffered: its operands are of 16 bits"
+    assert cells["cudnn_fp8"].forward_reason.startswith("NotOffered: ")
+    report = Report("card", tuple(COLUMNS), "command", [result])
+    assert f"FP8, values by {layout}" in as_markdown(report)
+    (line,) = bench_report.error_grid(report.rows, ("weft_triton",)).lines
+    assert float(line[1]) == pytest.approx(own.out_error, rel=0.06)
+
+
 def test_over_the_time_budget_nothing_is_started_and_it_is_said():
     result = measure_row(SMALL[0], ("math",), Effort(1, 1, deadline=-1.0), "cpu")
     assert result.cells["math"].forward_reason == "not run: the time budget was used up"
@@ -326,6 +354,12 @@ def test_arguments(capsys):
     assert options.columns == ("cudnn", "weft_hopper")
     assert [row.length for row in attention.chosen_rows(options)] == [2048, 8192]
     assert attention.chosen_rows(attention.arguments(["--quick"])) == list(QUICK)
+    assert options.columns != attention.arguments([]).columns == tuple(c for c in COLUMNS if c != "cudnn_fp8")
+    assert attention.chosen_rows(attention.arguments(["--fp8"])) == list(FP8)
+    assert attention.arguments(["--fp8"]).columns == ("math", "cudnn_fp8", "weft_triton", "weft_hopper")
+    attention.main(["--fp8", "--rows", "D256.*columns", "--list"])
+    listed = capsys.readouterr().out.split("\n")
+    assert [line.split(" FP8")[0] for line in listed] == ["D256 H8 S8192 causal", "D256 H8 S8192 full", ""]
     for words, message in ((["--columns", "x"], "got x"), (["--rows", "nothing"], "no row matches 'nothing'")):
         with pytest.raises(SystemExit, match="2"):
             attention.arguments(words)
