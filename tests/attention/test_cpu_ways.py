@@ -611,3 +611,14 @@ def test_pieces(name: str, most: int, learns: bool, kept: bool, monkeypatch: pyt
             torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
         for ready in variant_of(variant)._backwards.values():
             monkeypatch.setattr(ready.launcher.module, "MOST_AT_ONCE", most, raising=False)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "sigmoid", "relu"])
+@pytest.mark.parametrize("rows", [2, 40])
+def test_scores_that_lie_in_memory_as_an_operand_does(rows: int, normalizer: str) -> None:
+    """They read no product, and the operand's first dimension is contiguous."""
+    variant = weft.Attention(PADS[head, kv_pos], masks.causal, name=f"ways_{normalizer}", normalizer=normalizer)
+    query, key, value = (torch.randn(2, heads, rows, 4) for heads in (2, 1, 1))
+    pads = torch.randn(rows, 2).T
+    expected = variant.reference(query, key, value, pads=pads)
+    torch.testing.assert_close(variant(query, key, value, pads=pads, target="cpu"), expected, rtol=1e-4, atol=1e-5)

@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-from .run import Failure, Plan, fuzz
+from .run import ENDS, FP8, Failure, Plan, fuzz
 
 EVERY = 20.0  # seconds between lines of progress
 COUNTED = re.compile(r" *(\d+) ((?:cpu|reference|interpret|triton|hopper|right,) .*)")  # lines that a run prints
@@ -34,9 +34,12 @@ def main() -> int:
     parser.add_argument("--failures", type=int, default=20, help="stop after so many")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many, at the next call")
     parser.add_argument("--kinds", action="store_true", help="count what the calls that were right had in them")
-    parser.add_argument(
-        "--ends", action="store_true", help="scores that are NaN or infinite behind the last row or key alone"
-    )
+    alone = parser.add_mutually_exclusive_group()
+    alone.add_argument(
+        "--ends", dest="kind", action="store_const", const=ENDS, default="",
+        help="scores that are NaN or infinite behind the last row or key alone",
+    )  # fmt: skip
+    alone.add_argument("--fp8", dest="kind", action="store_const", const=FP8, help="calls with FP8 operands alone")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each with a share of the calls and a seed")
     options = parser.parse_args()
     if options.jobs > 1:
@@ -53,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
     had: Counter[str] = Counter()  # of kinds of the calls that were right
     variants: set[tuple[str, str]] = set()  # targets and seeds of those that a call was computed of
     start = said = time.monotonic()
-    plan = Plan(not options.no_shrink, options.skip, options.ends)
+    plan = Plan(not options.no_shrink, options.skip, options.kind)
     for event in fuzz(options.seed, options.cases, options.target.split(","), plan, options.only):
         counts[f"{event.target:10} {event.kind}"] += 1
         if event.kind == "right":

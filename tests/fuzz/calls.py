@@ -22,6 +22,8 @@ CACHED_RANKS = (256, 512)  # of latent caches as models have them, with 64 rotar
 MOST_ELEMENTS = 10_000_000  # of an operand
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FORMATS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+# What has a descale of its own: the format alone, all of a tensor as a Python number, a head ([B, H, 1, 1] or [H]), rows
+DESCALED = ("", "number", "head", "heads", "token", "64", "128")
 # What every script begins with.
 HELPERS = """
 def rand(seed, *shape): return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -116,7 +118,15 @@ class Call:
     dout: str = "plain"  # layout of the gradient of out; "none": that of lse is the only one
     seed: int = 0
     train: bool = True
-    fp8: tuple[tuple[str, str, str], ...] = ()  # operand, a key of FORMATS, what has a descale: "", "head" or "token"
+    fp8: tuple[tuple[str, str, str], ...] = ()  # operand, a key of FORMATS, what has a descale: one of DESCALED
+    columns: bool = False  # the columns of an FP8 value are contiguous
+    apart: bool = False  # the rotary columns of a latent cache are a tensor of their own
+
+    @property
+    def out_dtype(self) -> str | None:
+        """Of a call with FP8 operands, the option: None where it is left out, as what it would say is the default."""
+        is_default = len(self.fp8) < len(self.main[:3]) or self.dtype == "bfloat16"
+        return self.dtype if self.fp8 and not (is_default and self.seed % 2) else None
 
     @property
     def drop_seed(self) -> int:
@@ -193,8 +203,8 @@ class Built:
     names: tuple[str, ...]  # of the main tensors
     tensors: dict[str, Tensor]  # main tensors and tensor operands
     lines: list[str] = field(default_factory=list)  # that make them
-    # FP8 operands as the call takes them, by name, and descales, by option: `tensors` has the real numbers
-    stored: dict[str, Tensor] = field(default_factory=dict)
+    # operands as the call takes them, by name, where `tensors` has the real numbers; and what stands beside, by option
+    stored: dict[str, Tensor | float] = field(default_factory=dict)
 
 
 def main_names(variant: Variant, call: Call) -> tuple[str, ...]:
@@ -259,12 +269,21 @@ def _make(
     layout = LAYOUTS[given.layout].format(x=name, poison="nan" if "float" in dtype else "1")
     lines += [layout] if layout else []
     fp8 = next((one for one in built.call.fp8 if one[0] == name), None)
-    lines += [] if fp8 is None else _as_fp8(fp8, built.call, given.seed, shape, device)
+    latent = built.variant.latent
+    apart = latent.rank if latent is not None and name == "cache" and built.call.apart else None
+    if apart is not None:
+        lines += [f"rope, cache = cache[..., {apart}:], cache[..., :{apart}]"]
+    if fp8 is not None:
+        lines += _as_fp8(fp8, built.call, given, shape, device)
+    elif apart is not None:
+        lines.append("cache_given = cache")
+    if apart is not None:
+        lines.append("cache = torch.cat([cache, rope], -1)")
     exec("\n".join(lines), space)
     tensor = space[name]
-    if fp8 is not None:
-        made = {name: space[f"{name}_8"], f"{name[0]}_descale": space.get(f"{name[0]}_descale")}
-        built.stored |= {n: t for n, t in made.items() if isinstance(t, Tensor)}
+    for key, made in ((name, f"{name}_given"), (_option(name), _option(name)), ("rope", "rope")):
+        if (fp8 or apart) and made in space:
+            built.stored[key] = space[made]  # type: ignore[assignment]
     assert isinstance(tensor, Tensor)
     if tuple(tensor.shape) != tuple(shape):
         raise Undefined(f"{name}: the layout {given.layout} does not serve shape {shape}")
@@ -272,26 +291,43 @@ def _make(
     built.lines += lines
 
 
+def _option(name: str) -> str:
+    """The descale of an operand."""
+    return f"{'k' if name == 'cache' else name[0]}_descale"
+
+
 def _as_fp8(
-    fp8: tuple[str, str, str], call: Call, seed: int, shape: tuple[int, ...], device: str
+    fp8: tuple[str, str, str], call: Call, given: Given, shape: tuple[int, ...], device: str
 ) -> list[str]:  # fmt: skip
-    """Lines that make an operand FP8 as x_8, and x the real numbers that this stands for.
+    """Lines that make an operand FP8 as x_given, and x the real numbers that this stands for.
 
     Descales are powers of two, so that the dtype of the call holds the real numbers exactly.
     """
     name, kind, of = fp8
     pooled = call.pages is not None and name != "query"
-    lines, times = [], ""
-    if of:
-        by_token = of == "token" and not (pooled and shape[2] == 1)
-        sizes = (shape[0] if by_token or not pooled else 1, shape[1], shape[2] if by_token else 1, 1)
+    batch, heads, rows, _ = shape
+    option, lines, times = _option(name), [], ""
+    if of == "number":
+        lines, times = [f"{option} = 2.0 ** {given.seed % 7 - 3}"], option
+    elif of:
         place = "" if device == "cpu" else f".to({device!r})"
-        option = f"{name[0]}_descale"
-        lines.append(f"{option} = (2.0 ** ints({seed}, -3, 4, {', '.join(map(str, sizes))})){place}")
-        times = option
+        by_rows = of in ("token", "64", "128") and not (pooled and (rows == 1 or of != "token"))
+        n = int(of) if by_rows and of != "token" else 1
+        sizes = (batch if by_rows or not pooled else 1, heads, -(-rows // n) if by_rows else 1, 1)
+        sizes = (heads,) if of == "heads" else sizes
+        lines.append(f"{option} = (2.0 ** ints({given.seed}, -3, 4, {', '.join(map(str, sizes))})){place}")
+        times = f"{option}.view(1, -1, 1, 1)" if of == "heads" else option
+        times += f".repeat_interleave({n}, 2)[:, :, :{rows}]" if n > 1 and sizes[2] > 1 else ""
     real = f"({name}.float(){' / ' + times if times else ''}).clamp(-240.0, 240.0)"
-    lines.append(f"{name}_8 = {real}.to(torch.{FORMATS[kind]})")
-    return [*lines, f"{name} = ({name}_8.float(){' * ' + times if times else ''}).to(torch.{call.dtype})"]
+    lines.append(f"{name}_given = {real}.to(torch.{FORMATS[kind]})")
+    lines.append(f"{name} = ({name}_given.float(){' * ' + times if times else ''}).to(torch.{call.dtype})")
+    if call.columns and name == "value":
+        lines.append("value_given = value_given.transpose(2, 3).contiguous().transpose(2, 3)")
+    elif given.layout in ("rows first", "padded", "odd", "offset"):  # torch pads bytes, and 127 is NaN in both formats
+        layout = LAYOUTS[given.layout].format(x=f"{name}_bytes", poison="127")
+        lines += [f"{name}_bytes = {name}_given.view(torch.uint8)", layout]
+        lines.append(f"{name}_given = {name}_bytes.view(torch.{FORMATS[kind]})")
+    return lines
 
 
 _SIDES = {"query": "q", "key": "kv", "value": "kv", "cache": "kv"}

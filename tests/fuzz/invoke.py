@@ -7,6 +7,7 @@ from random import Random
 
 from .calls import (
     CACHED_RANKS,
+    DESCALED,
     MAIN_LAYOUTS,
     ON_A_GPU,
     OPERAND_LAYOUTS,
@@ -86,29 +87,50 @@ FP8_SHARE = 0.15  # of calls that may have FP8 operands
 FP8_OPERANDS = (*[("key", "value")] * 4, ("query", "key", "value"), ("key",), ("value",), ("query",))
 
 
-def with_fp8(variant: Variant, call: Call) -> Call:
-    """Perhaps the same with FP8 operands; drawn by its own seed, so that other draws are what they were."""
+def with_fp8(variant: Variant, call: Call, always: bool = False) -> Call:
+    """Perhaps, or always, the same with FP8 operands; drawn by its own seed, so that other draws are what they were."""
     random = Random(call.seed)
-    unbounded = variant.normalizer not in ("softmax", "sigmoid")
-    refused = call.target == "hopper" or (call.target == "interpret" and unbounded)
-    if variant.latent is not None or refused or call.dtype == "float64" or random.random() > FP8_SHARE:
+    if always and call.dtype == "float64":
+        call = replace(call, dtype="float32")
+    refused = call.dtype == "float64" or call.target == "hopper"
+    if (refused and not always) or random.random() > (1.0 if always else FP8_SHARE):
         return call
+    names = random.choice(FP8_OPERANDS)
+    if variant.latent is not None:  # up-projections multiply real numbers
+        names = ("query", "cache") if call.form == "latent query" and random.random() < 0.3 else ("cache",)
+    if call.target == "interpret" and variant.normalizer != "softmax":  # weights would be bf16, which it lacks
+        names = tuple(n for n in names if n != "query") or ("key", "value")
+        call = replace(call, dtype="float32")
+    granular = DESCALED if call.pages is None else [of for of in DESCALED if not of.isdigit()]
     fp8 = tuple(
-        (name, random.choice(("e4m3", "e4m3", "e5m2")), random.choice(("", "head", "token", "token")))
-        for name in random.choice(FP8_OPERANDS)
+        (name, random.choice(("e4m3", "e4m3", "e5m2")), random.choice((*granular, "token"))) for name in names
     )
     schedule = None if call.schedule in ("streaming", "standard") else call.schedule
-    dtype = "float16" if len(fp8) == 3 and call.dtype == "float32" else call.dtype  # products have 16 bits
-    return replace(call, fp8=fp8, wanted=(), schedule=schedule, dtype=dtype)
+    # products have 16 bits where none of what is multiplied has more
+    dtype = "float16" if "query" in names and len(fp8) == len(call.main) and call.dtype == "float32" else call.dtype
+    columns = "value" in names and random.random() < 0.3
+    found = replace(call, fp8=fp8, wanted=(), schedule=schedule, dtype=dtype, columns=columns)
+    return replace(found, dout="plain" if call.dout == "none" else call.dout)
 
 
-def draw_call(random: Random, variant: Variant, target: str, like: Call | None = None) -> Call:
+def with_rotary_apart(variant: Variant, call: Call) -> Call:
+    """Perhaps the same with the rotary columns of a latent cache as a tensor of their own; by its own seed too."""
+    if variant.latent is None or not variant.latent.rope or call.wanted:
+        return call
+    return replace(call, apart=Random(call.seed + 1).random() < (0.6 if call.fp8 else 0.3))
+
+
+def draw_call(
+    random: Random, variant: Variant, target: str, like: Call | None = None, fp8: bool = False
+) -> Call:  # fmt: skip
     """A call, as records; whether it is defined is seen when it is built and evaluated.
 
     like: a call whose kernels are to serve this one too, as generating and compiling them is most of the time.
+    fp8: whether it has FP8 operands for sure.
     """
     if like is None:
-        return with_fp8(variant, _draw_call(random, variant, target, random.choice(KINDS)))
+        call = _draw_call(random, variant, target, random.choice(KINDS))
+        return with_rotary_apart(variant, with_fp8(variant, call, fp8))
     for _ in range(TRIES):
         call = _draw_call(random, variant, target, kind_of(like))
         if target not in ON_A_GPU or _divided_as(call) == _divided_as(like):
@@ -133,7 +155,7 @@ def draw_call(random: Random, variant: Variant, target: str, like: Call | None =
     return replace(
         call, dim=like.dim, value_dim=like.value_dim, dtype=like.dtype, tensors=tensors, schedule=like.schedule,
         train=like.train, form=like.form, lse=like.lse, wanted=like.wanted, dout=dout, q_offset=offset, main=main,
-        fp8=like.fp8,
+        fp8=like.fp8, columns=like.columns, apart=like.apart,
     )  # fmt: skip
 
 

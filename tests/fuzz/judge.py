@@ -135,6 +135,9 @@ REFUSALS = {
         r"UnavailableError: .*hopper: needs D and Dv to be multiples of 8 from 16 to 256, got D (\d+), Dv (\d+)",
         lambda built, words: any(int(n) % 8 or not 16 <= int(n) <= 256 for n in words.groups()),
     ),
+    "hopper: FP8": _refusal(
+        r"UnavailableError: .*hopper: .*FP8", _for_hopper(lambda built: bool(built.call.fp8))
+    ),
     "hopper: lists": _refusal(
         r"UnavailableError: .*hopper: (?:lists of tiles, of )?a mask that reads a tensor by both positions",
         _for_hopper(_reads_by_pair),
@@ -222,9 +225,9 @@ def options_of(built: Built) -> dict[str, Any]:
     if built.variant.dropout is not None:
         for name, text_of in call.dropping(built.tensors["query"].device.type).items():
             options[name] = eval(text_of, {"torch": torch})
-    if call.fp8:
-        options |= {n: t for n, t in built.stored.items() if n not in built.names}
-        options["out_dtype"] = DTYPES[call.dtype]
+    options |= {n: t for n, t in built.stored.items() if n not in built.names}
+    if call.out_dtype is not None:
+        options["out_dtype"] = DTYPES[call.out_dtype]
     for name, text_of in call.lengths(built.tensors["query"].device.type).items():
         options[name] = eval(text_of, {"torch": torch})
     return options

@@ -45,10 +45,32 @@ def _of_sequences(variant: Variant, call: Call) -> Iterator[str]:
     yield "layout: " + ("some unaligned" if layouts == {True, False} else "unaligned" if True in layouts else "aligned")
     yield f"dtype: {call.dtype}"
     if call.fp8:
-        yield "fp8: " + ", ".join(name for name, *_ in call.fp8)
-        yield from (f"fp8: {kind}" for _, kind, _ in call.fp8)
-        yield from (f"fp8: descales of the {of or 'format'}" for *_, of in call.fp8)
+        yield from _of_fp8(variant, call)
+    if call.apart:
+        yield f"rotary columns apart, {'FP8' if call.fp8 else 'of 16 or 32 bits'}: {kind_of(call)}"
     yield f"schedule: {'default' if call.schedule is None else call.schedule.split('/')[0]}"
+
+
+def _of_fp8(variant: Variant, call: Call) -> Iterator[str]:
+    names = [name for name, *_ in call.fp8]
+    yield f"FP8 operands: {', '.join(names)}"
+    if variant.latent is not None:
+        yield f"FP8 latent cache: {kind_of(call)}"
+    elif names == ["key", "value"]:
+        yield f"FP8 cache: {kind_of(call)}" + (", few queries" if has_few(call) else "")
+    yield from (f"FP8 format: {kind}" for _, kind, _ in call.fp8)
+    if len({kind for _, kind, _ in call.fp8}) > 1:
+        yield "FP8 format: both"
+    yield from (f"FP8 descales: {NAMED.get(of, of)}" for *_, of in call.fp8)
+    if call.columns:
+        yield f"FP8 value by columns: {kind_of(call)}"
+    yield f"FP8 output: {'left open' if call.out_dtype is None else call.out_dtype}"
+
+
+NAMED = {
+    "": "none", "number": "a number", "head": "one a head", "heads": "one a head of all", "token": "one a row",
+    "64": "one for 64 rows", "128": "one for 128 rows",
+}  # fmt: skip
 
 
 def _keys(call: Call) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ CALLS = {"cpu": 8, "reference": 8, "interpret": 2, "triton": 4, "hopper": 4}  # 
 ALIKE = 4  # one after the other that the same kernels serve: generating them is most of the time of a first call
 TRIES = 8  # at a call that is defined
 ENDS = "ends-"  # begins the seeds of variants whose scores have no value behind an end
+FP8 = "fp8-"  # begins those of variants whose calls have FP8 operands
 THREADED = 0.06  # share of the variants that are called from several threads at once, the first time and again
 THREADS = 3
 
@@ -54,14 +55,14 @@ class Plan:
 
     shrink: bool = True
     skip: str = ""  # failures to pass over: an expression that their script matches
-    ends: bool = False  # draw scores that have no value behind an end
+    kind: str = ""  # of what is drawn alone: ENDS or FP8
 
 
 def fuzz(seed: int, cases: int, targets: Sequence[str], plan: Plan, only: str = "") -> Iterator[Event]:
     """`cases` calls, or those of one variant; the same for the same seed."""
     made = number = 0
     while made < cases:
-        name = only or f"{ENDS if plan.ends else ''}{seed}.{number}"
+        name = only or f"{plan.kind}{seed}.{number}"
         for event in variant_calls(name, targets[number % len(targets)], plan):
             yield replace(event, seed=name)
             made += event.kind != "unused"
@@ -73,6 +74,7 @@ def fuzz(seed: int, cases: int, targets: Sequence[str], plan: Plan, only: str = 
 def variant_calls(name: str, target: str, plan: Plan) -> Iterator[Event]:
     """The calls of the variant that a seed stands for; none after the first that fails, as they would fail alike."""
     random = Random(f"{name} {target}")
+    fp8 = name.startswith(FP8)
     variant = draw_variant(random, target, name.startswith(ENDS))
     try:
         declared(variant)
@@ -80,7 +82,7 @@ def variant_calls(name: str, target: str, plan: Plan) -> Iterator[Event]:
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         yield Event(target, "declaration raised", message=message)
         return
-    calls = list(_defined_calls(random, variant, target))
+    calls = list(_defined_calls(random, variant, target, fp8))
     threaded = target != "interpret" and random.random() < THREADED
     given = _from_threads(calls) if threaded else [None] * len(calls)
     for built, result in zip(calls, given):
@@ -98,21 +100,23 @@ def variant_calls(name: str, target: str, plan: Plan) -> Iterator[Event]:
         yield Event(target, "unused")
 
 
-def _defined_calls(random: Random, variant: Variant, target: str) -> Iterator[Built]:
+def _defined_calls(random: Random, variant: Variant, target: str, fp8: bool) -> Iterator[Built]:
     like: Call | None = None
     for number in range(CALLS[target]):
-        built = _defined_call(random, variant, target, like if number % ALIKE else None)
+        built = _defined_call(random, variant, target, like if number % ALIKE else None, fp8)
         if built is None:
             return
         like = built.call
         yield built
 
 
-def _defined_call(random: Random, variant: Variant, target: str, like: Call | None = None) -> Built | None:
+def _defined_call(
+    random: Random, variant: Variant, target: str, like: Call | None = None, fp8: bool = False
+) -> Built | None:  # fmt: skip
     """A call whose tensors can be made."""
     for _ in range(TRIES):
         try:
-            return build(variant, draw_call(random, variant, target, like), device_of(target))
+            return build(variant, draw_call(random, variant, target, like, fp8), device_of(target))
         except Undefined:
             continue
     return None
@@ -150,4 +154,4 @@ def _failed(name: str, built: Built, verdict: Verdict, plan: Plan, threaded: boo
     return Event(target, verdict.kind, verdict.ratio, Failure(name, target, verdict, script(built, verdict)))
 
 
-__all__ = ["Event", "Failure", "Plan", "fuzz", "variant_calls"]
+__all__ = ["ENDS", "FP8", "Event", "Failure", "Plan", "fuzz", "variant_calls"]

@@ -28,9 +28,9 @@ def script(built: Built, verdict: Verdict) -> str:
 
 def _arguments(built: Built) -> list[str]:
     call = built.call
-    found = [f"{n}_8" if n in built.stored else n for n in built.names if n in POSITIONAL]
-    if call.fp8:
-        found += [f"{n}={n}" for n in built.stored if n not in built.names] + [f"out_dtype=torch.{call.dtype}"]
+    found = [f"{n}_given" if n in built.stored else n for n in built.names if n in POSITIONAL]
+    found += [f"{n}={n}" for n in built.stored if n not in built.names]
+    found += [] if call.out_dtype is None else [f"out_dtype=torch.{call.out_dtype}"]
     found += [f"{n}={n}" for n in built.tensors if n not in POSITIONAL]
     found += [f"{n}={v!r}" for n, v in call.scalars]
     if call.q_offset is not None:

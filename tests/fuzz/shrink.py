@@ -77,10 +77,16 @@ def _smaller(variant: Variant, call: Call) -> Iterator[tuple[Variant, Call]]:
 
 
 def _smaller_calls(call: Call) -> Iterator[Call]:
-    plain = {"wanted": (), "schedule": None, "lse": False, "q_offset": None, "dout": "plain", "fp8": ()}
+    plain = {"wanted": (), "schedule": None, "lse": False, "q_offset": None, "dout": "plain"}
+    plain |= {"fp8": (), "columns": False, "apart": False}
     for field, least in plain.items():
         if getattr(call, field) != least:
             yield replace(call, **{field: least})
+    if len(call.fp8) > 1:
+        yield from (replace(call, fp8=tuple(one for one in call.fp8 if one is not other)) for other in call.fp8)
+    for n, (name, kind, of) in enumerate(call.fp8):
+        if (kind, of) != ("e4m3", ""):
+            yield replace(call, fp8=(*call.fp8[:n], (name, "e4m3", ""), *call.fp8[n + 1 :]))
     yield from (replace(call, wanted=(name,)) for name in call.wanted if len(call.wanted) > 1)
     yield from _fewer_sequences(call)
     if call.batch > 1 and not isinstance(call.q_offset, tuple):

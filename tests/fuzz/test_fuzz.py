@@ -91,11 +91,11 @@ def check_script(built, capsys):
     assert capsys.readouterr().out == f"{name}{list(at)}: got {result[at].item()} expected 0.5\n"
 
 
-def first_call(seed, kind=None):
+def first_call(seed, kind=None, fp8=False):
     """A call that Weft computes, or None; of one kind of sequences."""
     random = Random(seed)
     variant = draw_variant(random)
-    call = draw_call(random, variant, "cpu")
+    call = draw_call(random, variant, "cpu", fp8=fp8)
     if kind not in (None, kind_of(call)):
         return None
     try:
@@ -152,6 +152,51 @@ def test_every_kind_of_call_is_drawn():
 @pytest.mark.parametrize("seed", [f"ends-suite.{n}" for n in range(12)])
 def test_scores_without_a_value_behind_an_end(seed):
     check(seed, "cpu")
+
+
+@pytest.mark.parametrize("target", ["cpu", "interpret"])
+@pytest.mark.parametrize("seed", [f"fp8-suite.{n}" for n in range(8)])
+def test_fp8_operands(seed, target):
+    check(seed, target)
+
+
+FP8_WORDS = (
+    *(f"FP8 operands: {names}" for names in ("query, key, value", "key, value", "query", "cache", "query, cache")),
+    *(f"FP8 cache: {kind}{few}" for kind in set(KINDS) for few in ("", ", few queries")),
+    *(f"FP8 latent cache: {kind}" for kind in set(KINDS)), *(f"FP8 format: {kind}" for kind in ("e4m3", "e5m2", "both")),
+    *(f"FP8 descales: {of}" for of in ("none", "a number", "one a head", "one a head of all", "one a row")),
+    *(f"FP8 descales: one for {n} rows" for n in (64, 128)),
+    *(f"FP8 value by columns: {kind}" for kind in set(KINDS)),
+    *(f"rotary columns apart, FP8: {kind}" for kind in set(KINDS)),
+    *(f"FP8 output: {dtype}" for dtype in ("float32", "float16", "left open")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ["cpu", "triton"])
+def test_every_kind_of_fp8_call_is_drawn(target):
+    found = set()
+    for n in range(1500):
+        random = Random(f"fp8.{n}")
+        variant = draw_variant(random, target)
+        call = draw_call(random, variant, target, fp8=True)
+        assert call.fp8 and not call.wanted and call.dtype != "float64"
+        found |= set(kinds(variant, call))
+    assert found >= set(FP8_WORDS), set(FP8_WORDS) - found
+
+
+def test_rotary_columns_apart_are_drawn_without_fp8():
+    found = set()
+    for n in range(2000):
+        random = Random(f"apart.{n}")
+        variant = draw_variant(random)
+        found |= set(kinds(variant, draw_call(random, variant, "cpu")))
+    assert {k for k in found if k.startswith("rotary columns apart, of 16")}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_scripts_of_fp8_calls_repeat_them(seed, capsys):
+    seeds = (f"fp8.script.{seed}.{n}" for n in range(99))
+    check_script(next(b for own in seeds if (b := first_call(own, fp8=True)) is not None), capsys)
 
 
 def test_scores_without_a_value_behind_an_end_are_drawn():

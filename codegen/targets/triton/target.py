@@ -309,8 +309,12 @@ class InterpretTarget(TritonTarget):
             return "interpret: runs on CPU tensors; the operands are on a GPU"
         if not has_triton():
             return "interpret: needs Triton; pip install triton"
-        if lacking := {*astuple(signature.dtypes)}.difference(("fp32", "fp16"), EIGHTHS):
-            return f"interpret: Triton's interpreter computes fp32 and fp16 correctly, not {lacking.pop()}"
+        d = signature.dtypes
+        if lacking := {*astuple(d)}.difference(("fp32", "fp16"), EIGHTHS):
+            why = ""
+            if lacking.isdisjoint((d.query, d.key, d.value, d.out)):
+                why = ", the dtype of weights that are no softmax's, beside FP8 values; pass a float32 query"
+            return f"interpret: Triton's interpreter computes fp32 and fp16 correctly, not {lacking.pop()}{why}"
         return self._why_not(kernel, signature, facts)
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
