@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from bench_first_call import FirstCall, first_call
 from bench_measure import Effort, ceilings, host_times, measure_row
-from bench_peers import COLUMNS, FP8_COLUMNS, TITLES
+from bench_peers import BF16_COLUMNS, COLUMNS, FP8_COLUMNS, TITLES
 from bench_report import Report, as_markdown, print_report, speed_grid, write_json
 from bench_rows import FP8, QUICK, ROWS, Row
 from rich.console import Console
@@ -60,7 +60,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def _columns(options: argparse.Namespace) -> tuple[str, ...]:
     if options.columns is not None:
         return tuple(filter(None, options.columns.split(",")))
-    return FP8_COLUMNS if options.fp8 else tuple(column for column in COLUMNS if column != "cudnn_fp8")
+    return FP8_COLUMNS if options.fp8 else BF16_COLUMNS
 
 
 def _rows(options: argparse.Namespace) -> tuple[Row, ...]:

@@ -33,6 +33,7 @@ class Cell:
     setup_ms: float | None = None  # Flex's mask build
     extra_mib: float | None = None  # peak of forward and backward beyond operands, output and gradients
     bad_error: float = BAD_ERROR  # one from here on is wrong
+    by: str = ""  # the target that Weft chose
 
     def milliseconds(self, direction: str) -> float | None:
         return self.forward_ms if direction == "forward" else self.backward_ms
@@ -99,6 +100,7 @@ def _prepared(column: str, row: Row, operands: Operands, cell: Cell) -> Contende
     except Exception as error:
         cell.forward_reason = cell.backward_reason = reason_of(error)
         return None
+    cell.by = made.by
     if not made.trains:
         cell.backward_reason = "no backward of FP8 operands"
         return made

@@ -93,6 +93,7 @@ class Contender:
     context: Callable[[], contextlib.AbstractContextManager[object]] = field(default=contextlib.nullcontext)
     learned: tuple[Tensor, ...] = ()  # what the score reads, whose gradients belong to the row's work
     trains: bool = True  # whether there is a backward
+    by: str = ""  # the target that Weft chose, where none is named
     real: Callable[[Tensor], Tensor] = lambda out: out  # what the output of `forward` stands for
 
     def backward(self, out: Tensor) -> tuple[Tensor, ...]:
@@ -141,7 +142,7 @@ def contender(column: str, row: Row, operands: Operands) -> Contender:
     """Raises NotOffered, or whatever the peer raises, where the column cannot do the row."""
     if row.fp8 and column not in FP8_COLUMNS:
         raise NotOffered("its operands are of 16 bits")
-    if column == "cudnn_fp8" and not row.fp8:
+    if column not in BF16_COLUMNS and not row.fp8:
         raise NotOffered("for operands in FP8")
     made = COLUMNS[column](row, operands)
     return replace(made, trains=False) if row.fp8 else made
@@ -398,14 +399,16 @@ LEARNS = ("bias", "bias_fp32", "t5", "bias_by_key", "factor_by_query")  # varian
 # --- Weft ---------------------------------------------------------------------------------------------------------
 
 
-def _weft(target: str, deterministic: bool | None = None) -> Callable[[Row, Operands], Contender]:
+def _weft(target: str | None, deterministic: bool | None = None) -> Callable[[Row, Operands], Contender]:
     def build(row: Row, operands: Operands) -> Contender:
         declared, arguments = weft_variant(row, operands.device)
         options = {"target": target, "deterministic": deterministic, **arguments}
 
         if isinstance(operands, Fp8Operands):
             data, options = operands.quantized.data, {**operands.quantized.options, **options}
-            return _contender(operands, lambda: declared(*data, **options))
+            made = _contender(operands, lambda: declared(*data, **options))
+            by = "" if target else declared.plan(*data, **options).kernels[-1].target
+            return replace(made, by=by)
 
         def forward() -> Tensor:
             if isinstance(operands, LatentOperands):
@@ -431,8 +434,10 @@ COLUMNS: dict[str, Callable[[Row, Operands], Contender]] = {
     "weft_hopper": _weft("hopper"),
     "weft_repeats": _weft("hopper", deterministic=True),
     "cudnn_fp8": _cudnn_fp8,
+    "weft_chosen": _weft(None),
 }
-FP8_COLUMNS = ("math", "cudnn_fp8", "weft_triton", "weft_hopper")  # those of rows whose operands are FP8
+BF16_COLUMNS = tuple(column for column in COLUMNS if column not in ("cudnn_fp8", "weft_chosen"))
+FP8_COLUMNS = ("math", "cudnn_fp8", "weft_chosen", "weft_triton", "weft_hopper")  # those of rows whose operands are FP8
 TITLES = {
     "math": "plain torch",
     "fa2": "FA2 (SDPA)",
@@ -444,6 +449,7 @@ TITLES = {
     "weft_hopper": "Weft hopper",
     "weft_repeats": "Weft hopper, deterministic",
     "cudnn_fp8": "cuDNN FP8",
+    "weft_chosen": "Weft, no target named",
 }
 # what results are compared with: the first of these that worked on the row
 REFERENCES = ("cudnn", "flex", "fa2", "math")

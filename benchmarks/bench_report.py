@@ -87,8 +87,9 @@ def _speed(result: RowResult, column: str, notes: Notes) -> str:
         return notes.mark(reason or "not measured") if speed is None else f"{speed:.0f}"
 
     forward, backward = one("forward"), one("backward")
-    wrong = " WRONG" if result.cells[column].is_wrong else ""
-    return forward + wrong if forward == backward and forward.startswith("(") else f"{forward} / {backward}{wrong}"
+    cell = result.cells[column]
+    more = (f" by {cell.by}" if cell.by else "") + (" WRONG" if cell.is_wrong else "")
+    return forward + more if forward == backward and forward.startswith("(") else f"{forward} / {backward}{more}"
 
 
 def _mask_build(result: RowResult) -> str:

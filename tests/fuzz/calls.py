@@ -129,6 +129,12 @@ class Call:
         return self.dtype if self.fp8 and not (is_default and self.seed % 2) else None
 
     @property
+    def named_target(self) -> str | None:
+        """The option: FP8 operands, which hopper has not, are for Weft to choose by; None for the definition, too."""
+        chooses = self.target == "reference" or (self.target == "hopper" and self.fp8)
+        return None if chooses else self.target
+
+    @property
     def drop_seed(self) -> int:
         """The seed of dropout, of 64 bits and either sign."""
         return (self.seed * 0x9E3779B97F4A7C15 + 1) % 2**64 - 2**63

@@ -135,9 +135,6 @@ REFUSALS = {
         r"UnavailableError: .*hopper: needs D and Dv to be multiples of 8 from 16 to 256, got D (\d+), Dv (\d+)",
         lambda built, words: any(int(n) % 8 or not 16 <= int(n) <= 256 for n in words.groups()),
     ),
-    "hopper: FP8": _refusal(
-        r"UnavailableError: .*hopper: .*FP8", _for_hopper(lambda built: bool(built.call.fp8))
-    ),
     "hopper: lists": _refusal(
         r"UnavailableError: .*hopper: (?:lists of tiles, of )?a mask that reads a tensor by both positions",
         _for_hopper(_reads_by_pair),
@@ -210,8 +207,8 @@ def gradients_of(call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor |
 def options_of(built: Built) -> dict[str, Any]:
     call = built.call
     options: dict[str, Any] = dict(call.scalars)
-    if call.target != "reference":
-        options["target"] = call.target
+    if call.named_target is not None:
+        options["target"] = call.named_target
     if call.schedule is not None:
         options["schedule"] = call.schedule
     if call.deterministic is not None and call.target != "reference":

@@ -62,6 +62,8 @@ def _of_fp8(variant: Variant, call: Call) -> Iterator[str]:
     if len({kind for _, kind, _ in call.fp8}) > 1:
         yield "FP8 format: both"
     yield from (f"FP8 descales: {NAMED.get(of, of)}" for *_, of in call.fp8)
+    if call.named_target is None and call.target != "reference":
+        yield "FP8 operands: target left open"
     if call.columns:
         yield f"FP8 value by columns: {kind_of(call)}"
     yield f"FP8 output: {'left open' if call.out_dtype is None else call.out_dtype}"

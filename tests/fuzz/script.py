@@ -38,8 +38,8 @@ def _arguments(built: Built) -> list[str]:
     if built.variant.dropout is not None:
         found += [f"{n}={t}" for n, t in call.dropping(built.tensors["query"].device.type).items()]
     found += [f"{n}={t}" for n, t in call.lengths(built.tensors["query"].device.type).items()]
+    found += [] if call.named_target is None else [f"target={call.named_target!r}"]
     if call.target != "reference":
-        found.append(f"target={call.target!r}")
         found += [f"form={call.form!r}"] if call.form in ("expanded", "absorbed") else []
     found += [f"schedule={call.schedule!r}"] if call.schedule else []
     if call.deterministic is not None and call.target != "reference":

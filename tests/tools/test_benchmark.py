@@ -254,8 +254,9 @@ def test_a_row_of_fp8_operands_has_forwards_alone(row, layout, monkeypatch):
     assert own.forward_ms > 0 and own.backward_ms is None and own.backward_reason == "no backward of FP8 operands"
     assert cells["fa4"].forward_reason == "NotOffered: its operands are of 16 bits"
     assert cells["cudnn_fp8"].forward_reason.startswith("NotOffered: ")
+    assert cells["weft_chosen"].out_error == own.out_error and cells["weft_chosen"].by == "cpu"
     report = Report("card", tuple(COLUMNS), "command", [result])
-    assert f"FP8, values by {layout}" in as_markdown(report)
+    assert f"FP8, values by {layout}" in as_markdown(report) and " by cpu |" in as_markdown(report)
     (line,) = bench_report.error_grid(report.rows, ("weft_triton",)).lines
     assert float(line[1]) == pytest.approx(own.out_error, rel=0.06)
 
@@ -354,9 +355,9 @@ def test_arguments(capsys):
     assert options.columns == ("cudnn", "weft_hopper")
     assert [row.length for row in attention.chosen_rows(options)] == [2048, 8192]
     assert attention.chosen_rows(attention.arguments(["--quick"])) == list(QUICK)
-    assert options.columns != attention.arguments([]).columns == tuple(c for c in COLUMNS if c != "cudnn_fp8")
+    assert options.columns != attention.arguments([]).columns == tuple(COLUMNS)[:-2]
     assert attention.chosen_rows(attention.arguments(["--fp8"])) == list(FP8)
-    assert attention.arguments(["--fp8"]).columns == ("math", "cudnn_fp8", "weft_triton", "weft_hopper")
+    assert attention.arguments(["--fp8"]).columns == ("math", "cudnn_fp8", "weft_chosen", "weft_triton", "weft_hopper")
     attention.main(["--fp8", "--rows", "D256.*columns", "--list"])
     listed = capsys.readouterr().out.split("\n")
     assert [line.split(" FP8")[0] for line in listed] == ["D256 H8 S8192 causal", "D256 H8 S8192 full", ""]
