@@ -200,7 +200,7 @@ class Attention(Methods, Declaration):
         call = Call(query, key, value, rope, given, sequences, choices, head_dim or query.shape[3], read)
         try:
             if key.dtype in FP8:
-                refuse_bare(str(self.name), key, options)
+                refuse_bare(str(self.name), {"key": key, "value": value}, options)
             out, lse = dispatch.run(own.variant, call, options.return_lse)
         except WeftError:
             raise

@@ -36,7 +36,7 @@ def converted(name: str, main: Main, options: CallOptions, operands: Mapping[str
     if not is_faster(_arch_of(main.query.device), named, options):
         return main, options
     table, kv_lens = options.block_table, options.kv_lens
-    descales.refuse_bare(name, main.key, options)
+    descales.refuse_bare(name, named, options)
     read = descales.read_by_kernels(name, named, options, pooled=table is not None)
     options = options.having(**dict.fromkeys((*descales.NAMES, "out_dtype")))
     stored = {n: t for n, t in named.items() if t is not None and t.dtype in descales.FP8}

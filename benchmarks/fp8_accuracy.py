@@ -1,7 +1,7 @@
 """What FP8 operands cost in accuracy: the error of kernels, and that of the format, as a table for docs/fp8.md.
 
     python benchmarks/fp8_accuracy.py                   on this machine's device; lengths up to 16k on a CPU
-    python benchmarks/fp8_accuracy.py --lengths 131072  where there is a GPU
+    python benchmarks/fp8_accuracy.py --lengths 131072  seconds on a GPU; on one core a minute or two a line
 
 Error of the kernel: of a call with bf16 queries over FP8 keys and values, against float64 over the same numbers. Error
 of the format: of float64 over the quantised numbers, against float64 over those that they were made of. Both are
@@ -46,10 +46,15 @@ def relative(found: Tensor, exact: Tensor) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
-def errors(tensors: list[Tensor], scale: Any) -> Errors:
-    """Of one call with these descales."""
+def exactly(tensors: list[Tensor]) -> Tensor:
+    """float64 over what is quantised."""
+    return ATTENTION.reference(*(t.double() for t in tensors))
+
+
+def errors(tensors: list[Tensor], scale: Any, exact: Tensor | None = None) -> Errors:
+    """Of one call with these descales. exact: what `exactly` gives of the tensors, which it is asked for else."""
     query, key, value = tensors
-    exact = ATTENTION.reference(query.double(), key.double(), value.double())
+    exact = exactly(tensors) if exact is None else exact
     if scale == "rotated":
         query, key = weft.fp8.rotate(query, key)
     per = "token" if scale == "rotated" else scale
@@ -79,14 +84,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 16384])
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="of the operands; none: needles alone")
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"| operands | D | keys | {' | '.join(f'{s}: kernel, format' for s in map(str, SCALES))} |")
     print("| --- " * (3 + len(SCALES)) + "|")
-    for kind in KINDS:
+    for kind in given.kinds:
         for dim in given.dims:
             for length in given.lengths:
-                found = [errors(operands(length, dim, kind, device), scale) for scale in SCALES]
+                tensors = operands(length, dim, kind, device)
+                exact = exactly(tensors)
+                found = [errors(tensors, scale, exact) for scale in SCALES]
                 cells = " | ".join(f"{e.kernel:.0e}, {e.format:.3f}" for e in found)
                 print(f"| {kind} | {dim} | {length} | {cells} |", flush=True)
     for dim in given.dims:

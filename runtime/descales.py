@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..codegen.launch.scaled import BLOCKS, Scaled, by_rows
+from ..codegen.torch_private import under_transform
 from ..compiler.planning.dtypes import EIGHTHS, dtype_named, named_by_torch
 from ..compiler.planning.signature import usual_out
 from ..ir.errors import Problem, collected, shown
@@ -24,6 +25,7 @@ from .options import CallOptions
 from .settings import checks_values
 
 DTYPES = named_by_torch()
+_FLOAT32 = torch.finfo(torch.float32)
 FP8 = frozenset(dtype_named(name).torch for name in EIGHTHS)
 OF = {"query": "q_descale", "key": "k_descale", "value": "v_descale"}  # the option of each operand
 NAMES = tuple(OF.values())
@@ -46,11 +48,17 @@ def read_by_kernels(name: str, main: Main, options: CallOptions, pooled: bool) -
 OF_CACHE = "_weft_of_cache"  # an attribute of what a cache of FP8 gives: it has descales beside it
 
 
-def refuse_bare(name: str, key: Tensor, options: CallOptions) -> None:
-    """Raise WeftError for keys of a cache whose descales are left behind."""
-    if options.k_descale is None and getattr(key, OF_CACHE, False):
-        what, how = "missing, and the cache that the key comes from has some", "pass **step.options_of(layer)"
-        raise collected(name, [Problem(option="k_descale", what=what, next_step=how)])
+def refuse_bare(name: str, main: Main, options: CallOptions) -> None:
+    """Raise WeftError for keys or values of a cache whose descales are left behind."""
+    bare = [
+        OF[operand]
+        for operand, tensor in main.items()
+        if getattr(tensor, OF_CACHE, False) and getattr(options, OF[operand]) is None
+    ]
+    if bare:
+        what, how = "missing, and the cache that the {} comes from has some", "pass **step.options_of(layer)"
+        named = {n: operand for operand, n in OF.items()}
+        raise collected(name, [Problem(option=n, what=what.format(named[n]), next_step=how) for n in bare])
 
 
 def out_name(options: CallOptions) -> str | None:
@@ -83,9 +91,13 @@ def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterat
         return
     if not isinstance(descale, Tensor):
         if isinstance(descale, bool) or not isinstance(descale, (int, float, torch.SymFloat)):
-            yield Problem(option=n, expected="a float or a float32 tensor", got=type(descale).__name__)
+            kind = type(descale)
+            got = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+            yield Problem(option=n, expected="a float or a float32 tensor", got=got)
         elif isinstance(descale, (int, float)) and not 0.0 < descale < inf:
             yield Problem(option=n, expected="a positive number", got=shown(descale))
+        elif isinstance(descale, (int, float)) and not _FLOAT32.tiny <= descale <= _FLOAT32.max:
+            yield Problem(option=n, expected="a number that float32 holds", got=shown(descale))
         return
     if descale.dtype != torch.float32 or descale.device != tensor.device:
         got = f"{descale.dtype} on {descale.device}"
@@ -94,7 +106,7 @@ def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterat
         yield Problem(option=n, what="a descale has no gradient", next_step=f"pass {n}.detach()")
     elif not fits(operand, tensor, descale, pooled):
         yield Problem(option=n, expected=_shapes(operand, tensor, pooled), got=f"shape {list(descale.shape)}")
-    elif not torch.compiler.is_compiling() and (descale.is_cpu or checks_values()):
+    elif not (torch.compiler.is_compiling() or under_transform()) and (descale.is_cpu or checks_values()):
         wrong = descale[~((descale > 0.0) & (descale < inf))]
         if wrong.numel():
             yield Problem(option=n, expected="positive numbers", got=str(wrong[0].item()))

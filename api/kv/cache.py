@@ -15,7 +15,7 @@ from torch import Tensor
 from ..dtensors import is_sharded
 from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected, counted
-from ..runtime.descales import FP8
+from ..runtime.descales import FP8, OF_CACHE
 from .blocks import NO_SALT, Blocks, Start, start_of
 from .scales import Given, Scale, scale_problems, scales_of
 from .share import ELSEWHERE, NOWHERE, WHOLE, Share
@@ -123,6 +123,8 @@ class Cache:
         self._keys, others = pools[0], (pools[1] if len(pools) > 1 else [])
         self._values, self._ropes = ([], others) if apart else (others, [])
         self.scales = scales_of(self, blocks, scale, descales) if dtype in FP8 else None
+        for pool in (*self._keys, *self._values) if dtype in FP8 else ():
+            setattr(pool, OF_CACHE, True)
         self._blocks, self._table = Blocks(blocks), Table()
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0

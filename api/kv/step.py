@@ -56,16 +56,18 @@ class Step:
     # -- what a call takes -------------------------------------------------------------------------------------------
     def keys(self, layer: int = 0) -> Tensor:
         """The key operand of a call over these sequences: the pool of a layer, or rows [B, Hkv, capacity, D] of it."""
-        pool = self.cache.keys(layer)
+        return self._given(self.cache.keys(layer))
+
+    def values(self, layer: int = 0) -> Tensor:
+        """The value operand, likewise."""
+        return self._given(self.cache.values(layer))
+
+    def _given(self, pool: Tensor) -> Tensor:
+        """What of a pool is an operand; of FP8 it says that there are descales beside it."""
         found = pool if self._rows is None else pool[self._rows]
         if self.cache.scales is not None and not torch.compiler.is_compiling():
             setattr(found, OF_CACHE, True)
         return found
-
-    def values(self, layer: int = 0) -> Tensor:
-        """The value operand, likewise."""
-        pool = self.cache.values(layer)
-        return pool if self._rows is None else pool[self._rows]
 
     @property
     def last(self) -> Tensor:

@@ -275,7 +275,10 @@ def _lone_problems(
 
 def _projection_problems(rank: int, rope: int, query: Tensor, uk: Tensor, uv: Tensor) -> list[Problem]:
     heads, nope = query.shape[1], query.shape[3] - rope
-    found = []
+    found: list[Problem] = []
+    if query.dtype in descales.FP8:
+        how = "uk multiplies it: pass real numbers, weft.fp8.dequantize(...)"
+        return [wrong("query", "16 or 32 bits a number beside uk and uv", query.dtype, how)]
     if nope < 1:
         found.append(wrong("query", f"dim above {rope}, the latent's rope", query.shape[3]))
     for label, tensor in (("uk", uk), ("uv", uv)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy
 import pytest
 import torch
 
@@ -268,6 +269,16 @@ def test_calls_under_torch_compile_and_by_the_op() -> None:
         (-1.0, "k_descale: expected a positive number, got -1.0"),
         (math.nan, "k_descale: expected a positive number, got nan"),
         (math.inf, "k_descale: expected a positive number, got inf"),
+        (1e300, r"k_descale: expected a number that float32 holds, got 1e\+300"),
+        (1e-300, "k_descale: expected a number that float32 holds, got 1e-300"),
+        pytest.param(10**400, "k_descale: expected a number .*, got an int of 1329 bits", id="a large int"),
+        ([1.0], "k_descale: expected a float or a float32 tensor, got list"),
+        (numpy.float32(1.0), "k_descale: expected a float or a float32 tensor, got numpy.float32"),
+        (torch.ones(2).int(), "k_descale: expected float32 on cpu, got torch.int32 on cpu; cast it, k_descale.float()"),
+        (torch.ones(0), r"k_descale: .*got shape \[0\]"),
+        (torch.ones(3), r"k_descale: .*got shape \[3\]"),
+        (torch.ones(1, 1, 1, 1, 1), r"k_descale: .*got shape \[1, 1, 1, 1, 1\]"),
+        (torch.tensor([1.0, math.inf]), "k_descale: expected positive numbers, got inf"),
         ("1", "k_descale: expected a float or a float32 tensor, got str"),
         (True, "k_descale: expected a float or a float32 tensor, got bool"),
         (torch.ones(2, 2, 1, 1).double(), "k_descale: expected float32 on cpu, got torch.float64 on cpu; cast it"),
@@ -340,9 +351,47 @@ def test_keys_of_a_cache_without_its_descales_are_refused(kind: str) -> None:
     step = cache.append([sequence], *rows)
     lengths = {n: value for n, value in step.options.items() if n not in ("k_descale", "v_descale")}
     query = torch.randn(1, 4, 5, 16)
-    with pytest.raises(weft.WeftError, match=r"k_descale: missing, and the cache .* pass \*\*step.options_of\(layer\)"):
-        CAUSAL(query, step.keys(), step.values(), **lengths)
-    CAUSAL(query, step.keys(), step.values(), **step.options)
+    message = r"{}_descale: missing, and the cache that the {} comes from has some; pass \*\*step.options_of\(layer\)"
+    key, value = (message.format(name[0], name) for name in ("key", "value"))
+    for call in (CAUSAL, CAUSAL.reference):
+        for keys, values in ((step.keys(), step.values()), (cache.keys(), cache.values())):
+            if kind == "dense":
+                keys, values = step.keys(), step.values()
+            with pytest.raises(weft.WeftError, match=f"(?s){key}.*{value}"):
+                call(query, keys, values, **lengths)
+            with pytest.raises(weft.WeftError, match=value):
+                call(query, keys, values, **lengths, k_descale=step.options["k_descale"])
+        call(query, step.keys(), step.values(), **step.options)
+
+
+@pytest.mark.parametrize("form", ["absorbed", "expanded", None])
+def test_a_latent_cache_without_its_descales_is_refused(form: str | None) -> None:
+    latent = weft.Latent(rank=16, rope=8)
+    variant = weft.Attention(mask=masks.causal, latent=latent, name="bare_latent")
+    cache = weft.kv.DenseCache(2, 32, latent=latent, dtype=E4M3, rope_dtype=torch.float32)
+    step = cache.append([cache.allocate()], torch.randn(1, 1, 5, 24))
+    up = {"uk": torch.randn(4, 16, 8), "uv": torch.randn(4, 16, 8)}
+    given = {n: value for n, value in step.options.items() if n != "k_descale"} | up
+    query = torch.randn(1, 4, 5, 16)
+    with pytest.raises(weft.WeftError, match="k_descale: missing, and the cache"):
+        variant(query, step.keys(), form=form, **given)
+    with pytest.raises(weft.WeftError, match="k_descale: missing, and the cache"):
+        variant.reference(query, step.keys(), **given)
+    with pytest.raises(weft.WeftError, match="query: expected 16 or 32 bits a number beside uk and uv, got torch.float8"):
+        variant(query.to(E4M3), step.keys(), form=form, **step.options, **up)
+    variant(query, step.keys(), form=form, **step.options, **up)
+
+
+def test_calls_under_vmap_have_descales_of_their_own() -> None:
+    (query, key, value), options = operands("cpu")
+    descales = {n: options[n] for n in ("k_descale", "v_descale")}
+
+    def one(query, key, value, k_descale, v_descale):
+        given = {"k_descale": k_descale[None], "v_descale": v_descale[None]}
+        return CAUSAL(query[None], key[None], value[None], **given)[0]
+
+    found = torch.func.vmap(one)(query, key, value, *descales.values())
+    assert torch.equal(found, CAUSAL(query, key, value, **descales))
 
 
 def test_a_plan_says_who_computes_fp8_and_who_cannot() -> None:
@@ -556,6 +605,9 @@ def test_descales_of_heads_are_given_or_made_of_the_first_rows_and_then_rows_sat
     for wrong, message in (
         ({"scale": "row"}, "scale: expected 'head' or 'token', got 'row'"),
         ({"k_descale": 0.0}, "k_descale: expected positive numbers, got 0.0"),
+        ({"k_descale": -1.0}, "k_descale: expected positive numbers, got -1.0"),
+        ({"v_descale": torch.tensor([1.0, math.nan])}, "v_descale: expected positive numbers, got .*nan"),
+        ({"v_descale": math.inf}, "v_descale: expected positive numbers, got inf"),
         ({"k_descale": "x"}, r"k_descale: expected a positive number, or \[2, 2\] of them, .*got 'x'"),
         ({"v_descale": torch.ones(3)}, r"v_descale: expected a positive number, or \[2, 2\] of them, .*got \[3\]"),
         ({"v_descale": torch.ones(2, 2, 1)}, r"v_descale: expected .*\[layers, Hkv\], got \[2, 2, 1\]"),

@@ -322,6 +322,8 @@ def _as_fp8(
         sizes = (batch if by_rows or not pooled else 1, heads, -(-rows // n) if by_rows else 1, 1)
         sizes = (heads,) if of == "heads" else sizes
         lines.append(f"{option} = (2.0 ** ints({given.seed}, -3, 4, {', '.join(map(str, sizes))})){place}")
+        if of != "heads" and (layout := LAYOUTS[("plain", "rows first", "stepped")[given.seed % 3]]):
+            lines.append(layout.format(x=option, poison="nan"))
         times = f"{option}.view(1, -1, 1, 1)" if of == "heads" else option
         times += f".repeat_interleave({n}, 2)[:, :, :{rows}]" if n > 1 and sizes[2] > 1 else ""
     real = f"({name}.float(){' / ' + times if times else ''}).clamp(-240.0, 240.0)"
