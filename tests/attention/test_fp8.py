@@ -367,7 +367,7 @@ def test_keys_of_a_cache_without_its_descales_are_refused(kind: str) -> None:
 @pytest.mark.parametrize("form", ["absorbed", "expanded", None])
 def test_a_latent_cache_without_its_descales_is_refused(form: str | None) -> None:
     latent = weft.Latent(rank=16, rope=8)
-    variant = weft.Attention(mask=masks.causal, latent=latent, name="bare_latent")
+    variant = weft.Attention(mask=kv_pos <= q_pos, latent=latent, name="bare_latent")
     cache = weft.kv.DenseCache(2, 32, latent=latent, dtype=E4M3, rope_dtype=torch.float32)
     step = cache.append([cache.allocate()], torch.randn(1, 1, 5, 24))
     up = {"uk": torch.randn(4, 16, 8), "uv": torch.randn(4, 16, 8)}
