@@ -5,8 +5,8 @@
     python benchmarks/fp8_writes.py --list           names of rows; needs no GPU
 
 Appends take turns, and a quantisation with a copy, in another order each round, with a cold L2 at each launch; medians.
-An append writes one layer; `host` is the time of its call without the wait for the GPU. Bytes of a quantisation are those of its operand and its results,
-each counted once, whatever the kernels read. Its share is that of a copy that moves as many.
+An append writes one layer; `host` is the time of its call without the wait for the GPU. Bytes of a quantisation are
+those of its operand and its results, each counted once, whatever the kernels read. A copy moves as many.
 """
 
 from __future__ import annotations

@@ -120,7 +120,8 @@ _BOXES = {box.__name__: box for box in (Box, RaggedBox, HeadsBox, OperandBox, Fl
 _OF_QUERY, _OF_KEY = "batches, heads, q_len", "key_batches, kv_heads, kv_len"
 _EXTENTS = {
     "query": f"{_OF_QUERY}, q_dim", "out": f"{_OF_QUERY}, value_dim", "key": f"{_OF_KEY}, key_dim",
-    "value": f"{_OF_KEY}, value_dim", **{name: ", ".join(sizes) for name, sizes in SHAPES.items() if name[-1].isdigit()},
+    "value": f"{_OF_KEY}, value_dim",
+    **{name: ", ".join(sizes) for name, sizes in SHAPES.items() if name[-1].isdigit()},  # rotary keys
 }  # fmt: skip
 
 

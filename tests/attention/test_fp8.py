@@ -377,7 +377,9 @@ def test_a_latent_cache_without_its_descales_is_refused(form: str | None) -> Non
         variant(query, step.keys(), form=form, **given)
     with pytest.raises(weft.WeftError, match="k_descale: missing, and the cache"):
         variant.reference(query, step.keys(), **given)
-    with pytest.raises(weft.WeftError, match="query: expected 16 or 32 bits a number beside uk and uv, got torch.float8"):
+    with pytest.raises(
+        weft.WeftError, match="query: expected 16 or 32 bits a number beside uk and uv, got torch.float8"
+    ):
         variant(query.to(E4M3), step.keys(), form=form, **step.options, **up)
     variant(query, step.keys(), form=form, **step.options, **up)
 

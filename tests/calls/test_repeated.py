@@ -112,7 +112,7 @@ def test_keys_of_all_heads_with_a_rotary_one(target: str, backward: bool, launch
     """Gradients of the rotary columns arrive by the longer way, whose forward was like one before."""
     variant = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=64, rope=64), name="repeated_expanded")
     calls = Calls(launches, variant, target)
-    tensors, given = [normal(2, 4, 64, 192), normal(2, 1, 64, 128)], {"uk": normal(4, 64, 128), "uv": normal(4, 64, 128)}
+    tensors, given = [normal(2, 4, 64, 192), normal(2, 1, 64, 128)], {n: normal(4, 64, 128) for n in ("uk", "uv")}
     tensors = leaves(tensors) if backward else tensors
     found = [calls(tensors, backward, form="expanded", **given) for _ in range(6)]
     assert found[-2:] == [True, True], found

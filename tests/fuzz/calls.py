@@ -22,7 +22,7 @@ CACHED_RANKS = (256, 512)  # of latent caches as models have them, with 64 rotar
 MOST_ELEMENTS = 10_000_000  # of an operand
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FORMATS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
-# What has a descale of its own: the format alone, all of a tensor as a Python number, a head ([B, H, 1, 1] or [H]), rows
+# What has a descale: nothing, a tensor (a Python number), a head ([B, H, 1, 1], or [H] for "heads"), a row or 64 or 128
 DESCALED = ("", "number", "head", "heads", "token", "64", "128")
 # What every script begins with.
 HELPERS = """

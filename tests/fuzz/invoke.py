@@ -102,9 +102,7 @@ def with_fp8(variant: Variant, call: Call, always: bool = False) -> Call:
         names = tuple(n for n in names if n != "query") or ("key", "value")
         call = replace(call, dtype="float32")
     granular = DESCALED if call.pages is None else [of for of in DESCALED if not of.isdigit()]
-    fp8 = tuple(
-        (name, random.choice(("e4m3", "e4m3", "e5m2")), random.choice((*granular, "token"))) for name in names
-    )
+    fp8 = tuple((name, random.choice(("e4m3", "e4m3", "e5m2")), random.choice((*granular, "token"))) for name in names)
     schedule = None if call.schedule in ("streaming", "standard") else call.schedule
     # products have 16 bits where none of what is multiplied has more
     dtype = "float16" if "query" in names and len(fp8) == len(call.main) and call.dtype == "float32" else call.dtype

@@ -163,7 +163,8 @@ def test_fp8_operands(seed, target):
 FP8_WORDS = (
     *(f"FP8 operands: {names}" for names in ("query, key, value", "key, value", "query", "cache", "query, cache")),
     *(f"FP8 cache: {kind}{few}" for kind in set(KINDS) for few in ("", ", few queries")),
-    *(f"FP8 latent cache: {kind}" for kind in set(KINDS)), *(f"FP8 format: {kind}" for kind in ("e4m3", "e5m2", "both")),
+    *(f"FP8 latent cache: {kind}" for kind in set(KINDS)),
+    *(f"FP8 format: {kind}" for kind in ("e4m3", "e5m2", "both")),
     *(f"FP8 descales: {of}" for of in ("none", "a number", "one a head", "one a head of all", "one a row")),
     *(f"FP8 descales: one for {n} rows" for n in (64, 128)),
     *(f"FP8 value by columns: {kind}" for kind in set(KINDS)),

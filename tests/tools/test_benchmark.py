@@ -244,7 +244,9 @@ def test_a_row_holds_times_errors_and_reasons(result):
 
 
 @pytest.mark.parametrize("layout", ["columns", "rows"])
-@pytest.mark.parametrize("row", [row for row in SMALL if row.variant in ("full", "causal", "alibi", "window")], ids=named)
+@pytest.mark.parametrize(
+    "row", [row for row in SMALL if row.variant in ("full", "causal", "alibi", "window")], ids=named
+)
 def test_a_row_of_fp8_operands_has_forwards_alone(row, layout, monkeypatch):
     monkeypatch.setattr(bench_peers, "COLUMNS", {**COLUMNS, "weft_triton": bench_peers._weft("cpu")})
     result = measure_row(dataclasses.replace(row, fp8=layout), tuple(COLUMNS), Effort(2, 2), "cpu")
