@@ -252,6 +252,7 @@ BROKEN: dict[str, tuple[str, Callable[[Drawn], Any]]] = {
     "no rotary columns": ("rope", lambda d: d.latent(
         weft.Attention(mask=masks.causal, latent=weft.Latent(32, 0), name="norope"), cache=d.cache[..., :32],
         rope=d.cache[..., 32:], uk=torch.randn(d.heads, 32, 24))),
+    "FP8 beside uk": ("query", lambda d: d.latent(query=d.latent_query.to(torch.float8_e4m3fn))),
     "shape of uk": ("uk", lambda d: d.latent(uk=d.uk[:, :1])),
     "dtype of uv": ("uv", lambda d: d.latent(uv=d.uv.double())),
     "width of uk": ("uk", lambda d: d.latent(uk=d.uk[..., 1:])),
