@@ -216,7 +216,7 @@ class _Shards:
     # -- a sharded sequence --------------------------------------------------------------------------------------------
     def over_rows(self, main: Mapping[str, Tensor | None], operands: Mapping[str, Any], options: CallOptions) -> Any:
         """The call on the rows of this process. main, operands: its parts."""
-        from .distributed.context import over_mesh  # lazy: it imports torch.distributed
+        from .distributed.over_mesh import over_mesh  # lazy: it imports torch.distributed
 
         if unknown := unknown_over_rows(options):
             raise self._refuse(f"{', '.join(unknown)}: not known where the sequence is sharded; use weft.distributed")

@@ -43,7 +43,7 @@ def over_ranks(attention: Attention, main: Main, options: CallOptions, operands:
             "weft.distributed.ContextParallel"
         )
     assert value is not None and rope is None
-    from .distributed.context import over_mesh  # lazy: it imports torch.distributed
+    from .distributed.over_mesh import over_mesh  # lazy: it imports torch.distributed
 
     ranks = found.mesh.size()
     lengths = query.shape[2] * ranks, key.shape[2] * ranks
