@@ -20,6 +20,7 @@ from ..runtime.check.tensors import check_latent, main_problems
 from ..runtime.options import Form
 from ..runtime.run.variant import Variant, variant_of
 from . import agreement, by_heads, sharded, shardplan
+from .groups import groups_of
 from .latent import Projected, absorbed, form_of
 from .portions import operand_names
 from .rows import Deal, count
@@ -38,10 +39,10 @@ KINDS: Mapping[str, type] = {"int": int, "float": float}
 
 
 class ContextParallel:
-    """Attention along one dimension of a mesh, whose ranks hold rows of one sequence each.
+    """Attention along one dimension of a mesh, or two, whose ranks hold rows of one sequence each.
 
     mesh: a DeviceMesh, or a process group; all ranks where not given. dim: the mesh's dimension, by name or number;
-    None where it has one.
+    None where it has one. Of two, (outer, inner), neighbours along the inner one may divide heads: let that be a host.
     strategy, balance: as for `plan`. agree: whether ranks compare what they call before each call, so that a mistake on
     one of them is an error on all.
 
@@ -52,22 +53,39 @@ class ContextParallel:
     """
 
     def __init__(
-        self, mesh: DeviceMesh | dist.ProcessGroup | None = None, dim: str | int | None = None,
+        self, mesh: DeviceMesh | dist.ProcessGroup | None = None,
+        dim: str | int | tuple[str | int, str | int] | None = None,
         strategy: str = AUTO, balance: str = AUTO, *, agree: bool = True, links: Links | None = None,
     ) -> None:  # fmt: skip
         if not dist.is_available() or not dist.is_initialized():
             raise UnavailableError(
                 "ContextParallel: torch.distributed is not initialised; call init_process_group first"
             )
-        self.group = _group(mesh, dim)
+        self.group, *rest = groups_of(mesh, dim)
+        self.outer, self.inner = rest or (self.group, None)  # groups of ranks; the inner one of two dimensions
         self.strategy, self.balance, self.links = strategy, balance, links
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.agreement = agreement.Agreement(self.group) if agree and self.ranks > 1 else None
 
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """Ranks along the outer and the inner dimension, where there are two."""
+        inner = 1 if self.inner is None else dist.get_world_size(self.inner)
+        return None if self.inner is None else (self.ranks // inner, inner)
+
+    def _neighbours(self, plan: ShardPlan) -> tuple[by_heads.Neighbours, sharded.Place]:
+        """The ranks that divide heads with this one, and where it is among those that have the same heads."""
+        if plan.strategy == "heads":
+            return by_heads.Neighbours(self.group, self.rank, self.ranks), sharded.Place(0, None, self.group)
+        assert self.inner is not None
+        rank, ranks = dist.get_rank(self.inner), dist.get_world_size(self.inner)
+        far = sharded.Place(dist.get_rank(self.outer), self.outer, self.group)
+        return by_heads.Neighbours(self.inner, rank, ranks), far
+
     def plan(self, attention: Attention, **sizes: Any) -> ShardPlan:
         """A plan for these ranks; see `weft.distributed.plan`, which takes the same arguments."""
         given = {"strategy": self.strategy, "balance": self.balance, "links": self.links, **sizes}
-        return shardplan.plan(attention, ranks=self.ranks, **given)
+        return shardplan.plan(attention, ranks=self.shape or self.ranks, **given)
 
     # -- rows ----------------------------------------------------------------------------------------------------------
     def rows(self, plan: ShardPlan, of: str = "queries") -> Tensor:
@@ -151,9 +169,10 @@ class ContextParallel:
         declared = {p.name: p for p in attention.canonical.parameters}
         given = {n: v if isinstance(v, Tensor) else as_number(v, KINDS[declared[n].dtype])
                  for n, v in operands.items() if n in declared}  # fmt: skip
-        if plan.strategy == "heads":
+        if plan.strategy == "heads" or plan.divides_both:
             assert value is not None
-            out, lse = by_heads.attended(self, plan, (query, key, value), given, return_lse, target, deterministic)
+            options = by_heads.Options(return_lse, target, deterministic)
+            out, lse = by_heads.attended(plan, *self._neighbours(plan), (query, key, value), given, options)
             return (out, lse) if return_lse else out
         names, choices = operand_names(attention), choices_of(target, None, deterministic)
         numbers, kind, after = {n: v for n, v in given.items() if n not in names}, None, None
@@ -180,6 +199,9 @@ class ContextParallel:
             return WeftError(f"{name}: expected a plan of this variant, got one of {plan.attention.name}")
         if plan.ranks != self.ranks:
             return WeftError(f"{name}: expected a plan for {self.ranks} ranks, got one for {plan.ranks}")
+        if plan.divides_both and self.shape != (shape := (plan.ranks // plan.inner, plan.inner)):
+            own = "one dimension" if self.shape is None else f"{self.shape}"
+            return WeftError(f"{name}: expected a plan for ranks along {own}, got one for {shape}; cp.plan makes it")
         sizes, problems = plan.sizes, []
         rows = count(plan.queries.rows(self.rank)), count(plan.keys.rows(self.rank))
         expected = {
@@ -267,17 +289,6 @@ def _whole_call(
         sequences = Packed(starts, starts, None)
     assert main[0] is not None and main[1] is not None
     return Call(main[0], main[1], main[2], None, given, sequences, choices_of(None, None), sizes.head_dim)
-
-
-def _group(mesh: Any, dim: str | int | None) -> Any:
-    if mesh is None or isinstance(mesh, dist.ProcessGroup):
-        return mesh or dist.group.WORLD
-    if dim is None and mesh.ndim != 1:
-        names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
-        raise WeftError(
-            f"ContextParallel: the mesh has {mesh.ndim} dimensions; pass dim=, one of {', '.join(map(str, names))}"
-        )
-    return mesh.get_group(0 if dim is None else dim)
 
 
 def _deal(plan: ShardPlan, length: int) -> Deal:

@@ -70,11 +70,11 @@ def test_every_visible_pair_is_in_one_portion(name: str, lengths: tuple[int, int
 def test_only_what_is_seen_is_received() -> None:
     made = plan(RECENT, ranks=8, length=8192, window=100, balance="contiguous", strategy="exchange", **SIZES)
     assert [count(made.needed(r)) for r in range(8)] == [1024, *[1024 + 99] * 7]
-    assert made._received(3) == (99, 0) and not made.overlaps  # so few are waited for
+    assert made.received_rows(3) == (99, 0) and not made.overlaps  # so few are waited for
     wide = plan(RECENT, ranks=8, length=8192, window=8000, balance="contiguous", strategy="exchange", **SIZES)
     assert count(wide.needed(7)) == 8192
     far = plan(CAUSAL, ranks=4, length=4096, strategy="ring", balance="zigzag", links=Links(per_host=2), **SIZES)
-    assert far._received(0) == (1024, 2048) and [len(far.steps(r)) for r in range(4)] == [4] * 4
+    assert far.received_rows(0) == (1024, 2048) and [len(far.steps(r)) for r in range(4)] == [4] * 4
 
 
 def test_balance_follows_visible_pairs() -> None:
