@@ -235,7 +235,14 @@ def predicted() -> None:
     for name, variant, length, given in rows:
         for ranks in (8, 64, 1024):
             made = weft.distributed.plan(
-                variant, ranks=(ranks // 8, 8), heads=32, kv_heads=8, length=length, head_dim=128, device="h100", **given
+                variant,
+                ranks=(ranks // 8, 8),
+                heads=32,
+                kv_heads=8,
+                length=length,
+                head_dim=128,
+                device="h100",
+                **given,
             )
             others = "; ".join(f"{who.split(',')[0]} {gain:.1f}" for who, _, gain in made.others)
             found = made.predicted

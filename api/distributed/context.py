@@ -61,8 +61,7 @@ class ContextParallel:
             raise UnavailableError(
                 "ContextParallel: torch.distributed is not initialised; call init_process_group first"
             )
-        self.group, *rest = groups_of(mesh, dim)
-        self.outer, self.inner = rest or (self.group, None)  # groups of ranks; the inner one of two dimensions
+        self.group, self.outer, self.inner = groups_of(mesh, dim)
         self.strategy, self.balance, self.links = strategy, balance, links
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.agreement = agreement.Agreement(self.group) if agree and self.ranks > 1 else None
@@ -199,9 +198,9 @@ class ContextParallel:
             return WeftError(f"{name}: expected a plan of this variant, got one of {plan.attention.name}")
         if plan.ranks != self.ranks:
             return WeftError(f"{name}: expected a plan for {self.ranks} ranks, got one for {plan.ranks}")
-        if plan.divides_both and self.shape != (shape := (plan.ranks // plan.inner, plan.inner)):
+        if plan.divides_both and self.shape != (other := (plan.ranks // plan.inner, plan.inner)):
             own = "one dimension" if self.shape is None else f"{self.shape}"
-            return WeftError(f"{name}: expected a plan for ranks along {own}, got one for {shape}; cp.plan makes it")
+            return WeftError(f"{name}: expected a plan for ranks along {own}, got one for {other}; cp.plan makes it")
         sizes, problems = plan.sizes, []
         rows = count(plan.queries.rows(self.rank)), count(plan.keys.rows(self.rank))
         expected = {
