@@ -72,6 +72,20 @@ def of_shards(
     return tuple(map(call.whole, found)) if isinstance(found, tuple) else call.whole(found)
 
 
+def of_sharded_rows(
+    attention: Attention, main: Mapping[str, Tensor | None], operands: Mapping[str, Any], options: CallOptions
+) -> Any:
+    """The same of a call whose query has a sharded sequence; None of any other."""
+    query = main["query"]
+    if not any(p.is_shard(2) for p in query.placements):  # type: ignore[union-attr]
+        return None
+    return of_shards(attention, _never, main, operands, options)
+
+
+def _never(*call: Any) -> Any:
+    raise AssertionError("rows that are sharded are computed over ranks")
+
+
 class _Shards:
     """How one call is divided: `divided` says what each dimension of the mesh divides: BATCH, HEADS, ROWS, nothing."""
 
@@ -137,7 +151,7 @@ class _Shards:
                 f"{', '.join(sorted(bad))}: a shard counts from 0, so that what is computed of it would differ; read a "
                 "tensor at it instead, as in table[head], or call on local tensors"
             )
-        if self.attention.canonical.drops and any(self.divided):
+        if self.attention.canonical.drops and {BATCH, HEADS} & {*self.divided}:
             raise self._refuse(
                 "dropout: which weights are dropped follows from batch row and head, which a shard counts from 0; "
                 "call on local tensors (to_local()) with a seed of each process"
@@ -153,6 +167,10 @@ class _Shards:
     def of_rows(self) -> list[int | None]:
         """The same of one number for each batch row."""
         return [0 if d == BATCH else None for d in self.divided]
+
+    def of_heads(self) -> list[int | None]:
+        """The same of what has one entry for each head."""
+        return [0 if d == HEADS else None for d in self.divided]
 
     def of_operand(self, name: str) -> list[int | None]:
         """The same of an operand of the variant's own, by the symbols that it is read at."""
@@ -228,9 +246,10 @@ class _Shards:
         if isinstance(options.q_offset, Tensor):
             raise self._refuse("q_offset: expected an int where the sequence is sharded, got a tensor")
         query, key, value = main["query"], main["key"], main["value"]
-        if value is None or query is None or key is None or main["rope"] is not None:
-            raise self._refuse("latent attention is not divided by sequence")
-        assert self.rows is not None
+        assert self.rows is not None and query is not None and key is not None
+        projected = {"uk": options.uk, "uv": options.uv}
+        given = {n: self.local(t, self.of_heads(), n) for n, t in projected.items() if t is not None}
+        options = options.having(**given)
         lengths = self.query.shape[2], self.key.shape[2]
         variant: Any = self.attention
         return over_mesh(self.mesh, self.rows, variant, (query, key, value), lengths, operands, options)

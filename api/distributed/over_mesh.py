@@ -44,17 +44,20 @@ def _planned(
 
 
 def over_mesh(
-    mesh: DeviceMesh, dim: int, attention: Attention, tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple[int, int],
-    operands: Mapping[str, Any], options: CallOptions, balance: str = "contiguous",
+    mesh: DeviceMesh, dim: int, attention: Attention, tensors: tuple[Tensor, Tensor, Tensor | None],
+    lengths: tuple[int, int], operands: Mapping[str, Any], options: CallOptions, balance: str = "contiguous",
 ) -> Any:  # fmt: skip
     """out, or (out, lse), of this process's rows of a sequence that a dimension of the mesh divides.
 
-    tensors: its rows of query, key and value. lengths: of all queries and keys. operands: whole. balance: how rows are
-    dealt, as neighbours where it is not given, which is how DTensors have them.
+    tensors: its rows of query, key and value, or of query and a latent cache. lengths: of all queries and keys.
+    operands: whole, as are uk and uv. balance: how rows are dealt, as neighbours where it is not given, which is how
+    DTensors have them.
     """
     query, key, value = tensors
-    sizes = Shape(query.shape[0], query.shape[1], key.shape[1], *lengths, query.shape[3], value.shape[3],
-                  DTYPES[query.dtype])  # fmt: skip
+    width = query.shape[3] if attention.latent is None else attention.latent.rank
+    if (last := value if attention.latent is None else options.uv) is not None:
+        width = last.shape[-1]
+    sizes = Shape(*query.shape[:2], key.shape[1], *lengths, query.shape[3], width, DTYPES[query.dtype])
     q_offset = lengths[1] - lengths[0] if options.q_offset is None else as_number(options.q_offset, int)
     cp, decisive = _of_mesh(mesh, dim, balance), decisive_tensors(attention)
     numbers = {n: v for n, v in operands.items() if not isinstance(v, Tensor) and n != SEED.name}
@@ -64,4 +67,5 @@ def over_mesh(
         plan = _plan_of_mesh(cp, attention, sizes, q_offset, tuple(sorted(numbers.items())))
     rest = {n: v for n, v in operands.items() if n != SEED.name}  # drawn by now, or as it was given
     return cp.attention(attention, query, key, value, plan=plan, return_lse=options.return_lse, target=options.target,
-                        deterministic=options.deterministic, seed=operands.get(SEED.name), **rest)  # fmt: skip
+                        deterministic=options.deterministic, seed=operands.get(SEED.name), uk=options.uk, uv=options.uv,
+                        form=options.form, **rest)  # fmt: skip
