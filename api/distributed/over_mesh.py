@@ -57,7 +57,7 @@ def over_mesh(
     width = query.shape[3] if attention.latent is None else attention.latent.rank
     if (last := value if attention.latent is None else options.uv) is not None:
         width = last.shape[-1]
-    sizes = Shape(*query.shape[:2], key.shape[1], *lengths, query.shape[3], width, DTYPES[query.dtype])
+    sizes = Shape(query.shape[0], query.shape[1], key.shape[1], *lengths, query.shape[3], width, DTYPES[query.dtype])
     q_offset = lengths[1] - lengths[0] if options.q_offset is None else as_number(options.q_offset, int)
     cp, decisive = _of_mesh(mesh, dim, balance), decisive_tensors(attention)
     numbers = {n: v for n, v in operands.items() if not isinstance(v, Tensor) and n != SEED.name}
