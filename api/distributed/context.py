@@ -21,7 +21,7 @@ from ..runtime.options import Form
 from ..runtime.run.variant import Variant, variant_of
 from . import agreement, by_heads, sharded, shardplan
 from .groups import groups_of
-from .latent import Projected, absorbed, form_of
+from .latent import Projected, absorbed, form_of, without_rest
 from .portions import operand_names
 from .rows import Deal, count
 from .shardplan import AUTO, Links, ShardPlan, stands_on
@@ -179,6 +179,8 @@ class ContextParallel:
         if attention.latent is not None:
             kind = form_of(attention, plan.sizes, latent, (query, key, *given.values()))
         if kind == "expanded":
+            if plan.starts is not None:
+                own = (without_rest(key, plan.keys.rows(self.rank), plan.starts),)
             names, given = [*names, *latent.tensors], {**given, **latent.tensors}
         elif uk is not None and uv is not None and attention.latent is not None:
             query, after = absorbed(query, uk, attention.latent.rope), uv
