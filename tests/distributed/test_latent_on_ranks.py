@@ -25,9 +25,9 @@ MLA = weft.Attention(mask=masks.causal, latent=weft.Latent(RANK, ROPE), name="ml
 DROPPED = weft.Attention(
     mask=masks.causal & (q_pos - kv_pos < 20), latent=weft.Latent(RANK, 0), dropout=0.3, name="lone"
 )
-LENGTHS: list[tuple[int, tuple[int, ...]]] = [(70, ()), (90, (0, 50, 57, 80)), (5, ())]
+LENGTHS: list[tuple[int, tuple[int, ...]]] = [(70, ()), (90, (0, 50, 57, 90)), (90, (0, 50, 80)), (5, ())]
 FORMS = "expanded", "absorbed", "expanded"  # of ranks that do not agree
-DIVIDED = [("ring", "zigzag"), ("exchange", "contiguous"), ("gather", "pairs")]
+DIVIDED = [("ring", "zigzag"), ("exchange", "contiguous"), ("gather", "pairs"), ("ring", "contiguous")]
 
 
 def _drawn(seed: int, *shape: int) -> Tensor:
