@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .codegen.torch_private import rows_lie_as_torch_deals_them
+from .codegen.torch_private import break_graph, constant_while_tracing, rows_lie_as_torch_deals_them
 from .in_region import unknown_over_rows
 from .ir.attention import Attention
 from .ir.errors import WeftError
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 BATCH, HEADS, ROWS = "batch", "head", "rows"  # what a dimension of the mesh divides
+UNTRACED = (
+    "a call with a sharded sequence sends and receives, which torch.compile does not trace; compile the layers around "
+    "it, or leave out fullgraph=True"
+)
 _DIMENSIONS = {0: BATCH, 1: HEADS, 2: ROWS}  # of operands [B, H, length, dim]
 
 
@@ -61,6 +66,9 @@ def of_shards(
     """
     query = main["query"]
     assert query is not None
+    if torch.compiler.is_compiling() and _has_sharded_rows(query):
+        break_graph(UNTRACED)
+        return torch.compiler.disable(of_shards, reason=UNTRACED)(attention, compute, main, operands, options)
     call = _Shards(attention, query, main["key"])  # type: ignore[arg-type]
     local = {n: None if t is None else call.local(t, call.of_main(n, t), n) for n, t in main.items()}
     tensors = {p.name for p in attention.canonical.parameters if isinstance(p, TensorOperand)}
@@ -76,10 +84,13 @@ def of_sharded_rows(
     attention: Attention, main: Mapping[str, Tensor | None], operands: Mapping[str, Any], options: CallOptions
 ) -> Any:
     """The same of a call whose query has a sharded sequence; None of any other."""
-    query = main["query"]
-    if not any(p.is_shard(2) for p in query.placements):  # type: ignore[union-attr]
+    if not _has_sharded_rows(main["query"]):
         return None
     return of_shards(attention, _never, main, operands, options)
+
+
+def _has_sharded_rows(query: Any) -> bool:
+    return any([p.is_shard(2) for p in query.placements])
 
 
 def _never(*call: Any) -> Any:
@@ -102,7 +113,6 @@ class _Shards:
             raise self._refuse("query: its sequence is sharded along two dimensions of the mesh; flatten them into one")
         for what, size in ((BATCH, query.shape[0]), (HEADS, self.heads)):
             self._check(what, size)
-        self.reads = _reads(attention)
         self._check_symbols()
 
     def _refuse(self, text: str) -> WeftError:
@@ -120,7 +130,7 @@ class _Shards:
 
     def _parts(self, what: str) -> int:
         """Into how many shards."""
-        return math.prod(self.mesh.size(n) for n, d in enumerate(self.divided) if d == what)
+        return math.prod([self.mesh.size(n) for n, d in enumerate(self.divided) if d == what])
 
     def _check(self, what: str, size: int) -> None:
         parts = self._parts(what)
@@ -142,7 +152,7 @@ class _Shards:
 
     def _check_symbols(self) -> None:
         """A shard counts batch rows and heads from 0: what a variant computes of their numbers would differ."""
-        used = {n.name for n in self.reads.values() if isinstance(n, Symbol)}
+        used = set(_symbols(self.attention))
         bad = (used & {"batch"} if self._parts(BATCH) > 1 else set()) | (
             used & ({"head", "group"} if self.shares_keys else {"head", "kv_head"}) if self._parts(HEADS) > 1 else set()
         )
@@ -177,17 +187,13 @@ class _Shards:
         return [None if d is None or d == ROWS else self._read_at(name, d) for d in self.divided]
 
     def _read_at(self, name: str, what: str) -> int | None:
-        counts = {what} if what == BATCH else {HEADS} if self.shares_keys else {HEADS, "kv_head"}
-        places = {
-            tuple(n for n, index in enumerate(load.index) if isinstance(index, Symbol) and index.name in counts)
-            for load in self.reads.values()
-            if isinstance(load, Load) and load.tensor.name == name
-        }  # fmt: skip
-        if places == {()} or not places:
+        counts = (what,) if what == BATCH or self.shares_keys else (HEADS, "kv_head")
+        places = _places(self.attention, name, counts)
+        if places in (((),), ()):
             return None
-        if len(places) > 1 or len(found := next(iter(places))) != 1:
+        if len(places) > 1 or len(places[0]) != 1:
             raise self._refuse(f"{name}: expected one dimension that is read at {what} wherever it is read")
-        return found[0]
+        return places[0][0]
 
     # -- tensors -------------------------------------------------------------------------------------------------------
     def local(self, tensor: Tensor, dims: list[int | None], name: str) -> Tensor:
@@ -255,9 +261,24 @@ class _Shards:
         return over_mesh(self.mesh, self.rows, variant, (query, key, value), lengths, operands, options)
 
 
-def _reads(attention: Attention) -> dict[str, Expr]:
-    """By text: loads, and symbols that are used other than as an index by themselves."""
-    return {n.text: n for part in attention.canonical.expressions for n in _uses(part)}
+@lru_cache(maxsize=256)
+def _reads(attention: Attention) -> tuple[Expr, ...]:
+    """Loads, and symbols that are used other than as an index by themselves."""
+    return tuple({n.text: n for part in attention.canonical.expressions for n in _uses(part)}.values())
+
+
+@constant_while_tracing
+def _symbols(attention: Attention) -> tuple[str, ...]:
+    """Names of the symbols among these."""
+    return tuple(sorted({n.name for n in _reads(attention) if isinstance(n, Symbol)}))
+
+
+@constant_while_tracing
+def _places(attention: Attention, name: str, counts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """The dimensions of an operand that are read at one of these symbols, wherever it is read."""
+    loads = [n for n in _reads(attention) if isinstance(n, Load) and n.tensor.name == name]
+    found = {tuple(n for n, i in enumerate(load.index) if isinstance(i, Symbol) and i.name in counts) for load in loads}
+    return tuple(sorted(found))
 
 
 def _uses(node: Expr) -> Iterator[Expr]:

@@ -160,14 +160,14 @@ def from_a_cache(group: Any, built: Built, random: Random) -> dict[str, Tensor]:
     return {"out": cache.unshard(out)} | ({} if lse is None else {"lse": cache.unshard(lse)})
 
 
-def work(rank: int, cases: int, seed: str, ranks: int, decodes: bool, only: str) -> list[str]:
+def work(rank: int, cases: int, seed: str, ranks: int, decodes: bool, only: str, first: int) -> list[str]:
     """What is wrong, and a line of what was done."""
     groups = {str(n): dist.new_group(list(range(n))) for n in range(2, ranks + 1)}
     contexts = {n: ContextParallel(g) for n, g in groups.items() if rank < int(n)}
     if ranks == 4 and not decodes:
         groups["2x2"] = mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         contexts["2x2"] = ContextParallel(mesh, dim=("outer", "inner"))
-    wrong, done, number = [], Counter[str](), 0
+    wrong, done, number = [], Counter[str](), first - 1
     while sum(done.values()) < cases:
         number += 1
         for built in drawn(f"{seed}.{number}", "plain" if decodes else only):
@@ -208,11 +208,12 @@ def main() -> int:
     parser.add_argument("--seed", default="0")
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--only", default="", choices=["latent", "dropout", "plain"], help="variants of this kind")
+    parser.add_argument("--first", type=int, default=1, help="the number of the first case, as failures have it")
     parser.add_argument("--decode", action="store_true", help="keys lie in a cache")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         one = partial(work, cases=given.cases, seed=given.seed, ranks=given.ranks, decodes=given.decode,
-                      only=given.only)  # fmt: skip
+                      only=given.only, first=given.first)  # fmt: skip
         wrong = on_ranks(given.ranks, one, Path(folder), timeout=300.0)
     print("\n".join(filter(None, wrong)))
     return int(any(wrong))
