@@ -160,7 +160,7 @@ def from_a_cache(group: Any, built: Built, random: Random) -> dict[str, Tensor]:
     return {"out": cache.unshard(out)} | ({} if lse is None else {"lse": cache.unshard(lse)})
 
 
-def work(rank: int, cases: int, seed: str, ranks: int, decodes: bool, only: str, first: int) -> list[str]:
+def work(rank: int, cases: int, seed: str, ranks: int, decodes: bool, only: str = "", first: int = 1) -> list[str]:
     """What is wrong, and a line of what was done."""
     groups = {str(n): dist.new_group(list(range(n))) for n in range(2, ranks + 1)}
     contexts = {n: ContextParallel(g) for n, g in groups.items() if rank < int(n)}
