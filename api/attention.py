@@ -280,7 +280,16 @@ class Attention(Methods, Declaration):
             except Exception:
                 check_latent(self, query, cache, None, None, options.block_table is not None, rope)
                 raise
-        return latent.attended(self, self._run, Main(query, cache, value), options, operands)
+
+        def over_ranks(main: Main, options: CallOptions) -> Result | None:
+            """Caches travel, and are expanded where they arrive."""
+            if dtensors.is_sharded(main.query):
+                return dtensors.of_sharded_rows(self, main._asdict(), operands, options)
+            if functional.scaled_dot_product_attention is not SDPA:
+                return in_region.over_ranks(self, main, options, operands)
+            return None
+
+        return latent.attended(self, self._run, over_ranks, Main(query, cache, value), options, operands)
 
     def _reference(self, query: Tensor, key: Tensor, value: Tensor | None = None, *more: Any, **given: Any) -> Any:
         """The definition: the same call in dense, differentiable torch, in any dtype including float64; slow.

@@ -109,13 +109,22 @@ def main() -> None:
     """Entry point of the command line."""
 
 
+def _ranks(ctx: click.Context, option: click.Parameter, text: str | None) -> int | tuple[int, int] | None:
+    match = None if text is None else re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text)
+    if text is not None and match is None:
+        raise WeftError(f"--mesh: expected N, or OUTERxINNER, got {text!r}")
+    return None if match is None else int(match[1]) if match[2] is None else (int(match[1]), int(match[2]))
+
+
 @main.command()
 @having(*VARIANT_OPTIONS, *SHAPE_OPTIONS, *PLAN_OPTIONS)
 @click.option("--short", is_flag=True, help="The schedule, and time and bound of each kernel: one screen.")
-@click.option("--mesh", type=click.IntRange(1), help="Devices that share the sequence: who has which rows, and time.")
+@click.option(
+    "--mesh", callback=_ranks, help="Devices that share the sequence, N or OUTERxINNER: rows of each, and time."
+)
 @click.option("--per-host", type=click.IntRange(1), default=8, show_default=True, help="Of them, those of a host.")
 @click.pass_context
-def explain(ctx: click.Context, short: bool, mesh: int | None, per_host: int) -> None:
+def explain(ctx: click.Context, short: bool, mesh: int | tuple[int, int] | None, per_host: int) -> None:
     """Print the plan: stages, loops, tile classes, bytes, predicted time and what bounds it.
 
     Attention is full where neither VARIANT nor --mask is given.

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .codegen.torch_private import rows_lie_as_torch_deals_them
+from .codegen.torch_private import break_graph, constant_while_tracing, rows_lie_as_torch_deals_them
 from .in_region import unknown_over_rows
 from .ir.attention import Attention
 from .ir.errors import WeftError
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 BATCH, HEADS, ROWS = "batch", "head", "rows"  # what a dimension of the mesh divides
+UNTRACED = (
+    "a call with a sharded sequence sends and receives, which torch.compile does not trace; compile the layers around "
+    "it, or leave out fullgraph=True"
+)
 _DIMENSIONS = {0: BATCH, 1: HEADS, 2: ROWS}  # of operands [B, H, length, dim]
 
 
@@ -61,6 +66,9 @@ def of_shards(
     """
     query = main["query"]
     assert query is not None
+    if torch.compiler.is_compiling() and _has_sharded_rows(query):
+        break_graph(UNTRACED)
+        return torch.compiler.disable(of_shards, reason=UNTRACED)(attention, compute, main, operands, options)
     call = _Shards(attention, query, main["key"])  # type: ignore[arg-type]
     local = {n: None if t is None else call.local(t, call.of_main(n, t), n) for n, t in main.items()}
     tensors = {p.name for p in attention.canonical.parameters if isinstance(p, TensorOperand)}
@@ -70,6 +78,23 @@ def of_shards(
     }
     found = call.over_rows(local, own, options) if call.rows is not None else compute(local, own, call.options(options))
     return tuple(map(call.whole, found)) if isinstance(found, tuple) else call.whole(found)
+
+
+def of_sharded_rows(
+    attention: Attention, main: Mapping[str, Tensor | None], operands: Mapping[str, Any], options: CallOptions
+) -> Any:
+    """The same of a call whose query has a sharded sequence; None of any other."""
+    if not _has_sharded_rows(main["query"]):
+        return None
+    return of_shards(attention, _never, main, operands, options)
+
+
+def _has_sharded_rows(query: Any) -> bool:
+    return any([p.is_shard(2) for p in query.placements])
+
+
+def _never(*call: Any) -> Any:
+    raise AssertionError("rows that are sharded are computed over ranks")
 
 
 class _Shards:
@@ -88,7 +113,6 @@ class _Shards:
             raise self._refuse("query: its sequence is sharded along two dimensions of the mesh; flatten them into one")
         for what, size in ((BATCH, query.shape[0]), (HEADS, self.heads)):
             self._check(what, size)
-        self.reads = _reads(attention)
         self._check_symbols()
 
     def _refuse(self, text: str) -> WeftError:
@@ -106,7 +130,7 @@ class _Shards:
 
     def _parts(self, what: str) -> int:
         """Into how many shards."""
-        return math.prod(self.mesh.size(n) for n, d in enumerate(self.divided) if d == what)
+        return math.prod([self.mesh.size(n) for n, d in enumerate(self.divided) if d == what])
 
     def _check(self, what: str, size: int) -> None:
         parts = self._parts(what)
@@ -128,7 +152,7 @@ class _Shards:
 
     def _check_symbols(self) -> None:
         """A shard counts batch rows and heads from 0: what a variant computes of their numbers would differ."""
-        used = {n.name for n in self.reads.values() if isinstance(n, Symbol)}
+        used = set(_symbols(self.attention))
         bad = (used & {"batch"} if self._parts(BATCH) > 1 else set()) | (
             used & ({"head", "group"} if self.shares_keys else {"head", "kv_head"}) if self._parts(HEADS) > 1 else set()
         )
@@ -137,7 +161,7 @@ class _Shards:
                 f"{', '.join(sorted(bad))}: a shard counts from 0, so that what is computed of it would differ; read a "
                 "tensor at it instead, as in table[head], or call on local tensors"
             )
-        if self.attention.canonical.drops and any(self.divided):
+        if self.attention.canonical.drops and {BATCH, HEADS} & {*self.divided}:
             raise self._refuse(
                 "dropout: which weights are dropped follows from batch row and head, which a shard counts from 0; "
                 "call on local tensors (to_local()) with a seed of each process"
@@ -154,22 +178,22 @@ class _Shards:
         """The same of one number for each batch row."""
         return [0 if d == BATCH else None for d in self.divided]
 
+    def of_heads(self) -> list[int | None]:
+        """The same of what has one entry for each head."""
+        return [0 if d == HEADS else None for d in self.divided]
+
     def of_operand(self, name: str) -> list[int | None]:
         """The same of an operand of the variant's own, by the symbols that it is read at."""
         return [None if d is None or d == ROWS else self._read_at(name, d) for d in self.divided]
 
     def _read_at(self, name: str, what: str) -> int | None:
-        counts = {what} if what == BATCH else {HEADS} if self.shares_keys else {HEADS, "kv_head"}
-        places = {
-            tuple(n for n, index in enumerate(load.index) if isinstance(index, Symbol) and index.name in counts)
-            for load in self.reads.values()
-            if isinstance(load, Load) and load.tensor.name == name
-        }  # fmt: skip
-        if places == {()} or not places:
+        counts = (what,) if what == BATCH or self.shares_keys else (HEADS, "kv_head")
+        places = _places(self.attention, name, counts)
+        if places in (((),), ()):
             return None
-        if len(places) > 1 or len(found := next(iter(places))) != 1:
+        if len(places) > 1 or len(places[0]) != 1:
             raise self._refuse(f"{name}: expected one dimension that is read at {what} wherever it is read")
-        return found[0]
+        return places[0][0]
 
     # -- tensors -------------------------------------------------------------------------------------------------------
     def local(self, tensor: Tensor, dims: list[int | None], name: str) -> Tensor:
@@ -216,7 +240,7 @@ class _Shards:
     # -- a sharded sequence --------------------------------------------------------------------------------------------
     def over_rows(self, main: Mapping[str, Tensor | None], operands: Mapping[str, Any], options: CallOptions) -> Any:
         """The call on the rows of this process. main, operands: its parts."""
-        from .distributed.context import over_mesh  # lazy: it imports torch.distributed
+        from .distributed.over_mesh import over_mesh  # lazy: it imports torch.distributed
 
         if unknown := unknown_over_rows(options):
             raise self._refuse(f"{', '.join(unknown)}: not known where the sequence is sharded; use weft.distributed")
@@ -228,17 +252,33 @@ class _Shards:
         if isinstance(options.q_offset, Tensor):
             raise self._refuse("q_offset: expected an int where the sequence is sharded, got a tensor")
         query, key, value = main["query"], main["key"], main["value"]
-        if value is None or query is None or key is None or main["rope"] is not None:
-            raise self._refuse("latent attention is not divided by sequence")
-        assert self.rows is not None
+        assert self.rows is not None and query is not None and key is not None
+        projected = {"uk": options.uk, "uv": options.uv}
+        given = {n: self.local(t, self.of_heads(), n) for n, t in projected.items() if t is not None}
+        options = options.having(**given)
         lengths = self.query.shape[2], self.key.shape[2]
         variant: Any = self.attention
         return over_mesh(self.mesh, self.rows, variant, (query, key, value), lengths, operands, options)
 
 
-def _reads(attention: Attention) -> dict[str, Expr]:
-    """By text: loads, and symbols that are used other than as an index by themselves."""
-    return {n.text: n for part in attention.canonical.expressions for n in _uses(part)}
+@lru_cache(maxsize=256)
+def _reads(attention: Attention) -> tuple[Expr, ...]:
+    """Loads, and symbols that are used other than as an index by themselves."""
+    return tuple({n.text: n for part in attention.canonical.expressions for n in _uses(part)}.values())
+
+
+@constant_while_tracing
+def _symbols(attention: Attention) -> tuple[str, ...]:
+    """Names of the symbols among these."""
+    return tuple(sorted({n.name for n in _reads(attention) if isinstance(n, Symbol)}))
+
+
+@constant_while_tracing
+def _places(attention: Attention, name: str, counts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """The dimensions of an operand that are read at one of these symbols, wherever it is read."""
+    loads = [n for n in _reads(attention) if isinstance(n, Load) and n.tensor.name == name]
+    found = {tuple(n for n, i in enumerate(load.index) if isinstance(i, Symbol) and i.name in counts) for load in loads}
+    return tuple(sorted(found))
 
 
 def _uses(node: Expr) -> Iterator[Expr]:

@@ -19,7 +19,9 @@ from .ir.errors import UnavailableError
 from .runtime.options import OPTIONS, PLAIN, CallOptions
 
 WHERE = "inside torch's context_parallel"
-OVER_ROWS = frozenset({"return_lse", "q_offset", "target", "deterministic", "seed", "train"})  # known there
+OVER_ROWS = frozenset(  # known there
+    {"return_lse", "q_offset", "target", "deterministic", "seed", "train", "uk", "uv", "form"}
+)
 
 
 def unknown_over_rows(options: CallOptions) -> list[str]:
@@ -35,15 +37,14 @@ def over_ranks(attention: Attention, main: Main, options: CallOptions, operands:
     found = region()
     if found is None:
         return None
-    query, key, value, rope = main
-    problem = _problem(found, main, options)
+    query, key, value, _ = main
+    problem = _problem(attention, found, main, options)
     if problem:
         raise UnavailableError(
             f"{attention.name}: {WHERE}: {problem}; leave the region, and divide the call by "
             "weft.distributed.ContextParallel"
         )
-    assert value is not None and rope is None
-    from .distributed.context import over_mesh  # lazy: it imports torch.distributed
+    from .distributed.over_mesh import over_mesh  # lazy: it imports torch.distributed
 
     ranks = found.mesh.size()
     lengths = query.shape[2] * ranks, key.shape[2] * ranks
@@ -51,7 +52,7 @@ def over_ranks(attention: Attention, main: Main, options: CallOptions, operands:
     return over_mesh(found.mesh, 0, attention, (query, key, value), lengths, operands, options, balance)
 
 
-def _problem(found: Region, main: Main, options: CallOptions) -> str:
+def _problem(attention: Attention, found: Region, main: Main, options: CallOptions) -> str:
     """Why a call is not computed; empty where it is."""
     if found.mesh is None:
         return "this version of torch does not say how the sequence is divided"
@@ -61,9 +62,7 @@ def _problem(found: Region, main: Main, options: CallOptions) -> str:
         return f"{', '.join(unknown)}: not known where the sequence is sharded"
     if isinstance(options.q_offset, Tensor):
         return "q_offset: expected an int, got a tensor"
-    if main.value is None or main.rope is not None:
-        return "latent attention is not divided by sequence"
-    tensors = (main.query, main.key, main.value)
+    tensors = (main.query, main.key, *(() if attention.latent else (main.value,)))
     if any(not isinstance(t, Tensor) or t.dim() != 4 or t.is_nested for t in tensors):
         return "expected tensors [B, H, rows, D]"
     if main.query.shape[2] != main.key.shape[2]:

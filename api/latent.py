@@ -23,9 +23,13 @@ from .runtime.rows import cleared
 
 
 def attended(
-    attention: Declaration, run: Callable[..., Result], main: Main, options: CallOptions, operands: Mapping[str, Any]
-) -> Result:
-    """The form that is asked for, else the cheaper one. run: computes attention that is not latent."""
+    attention: Declaration, run: Callable[..., Result], over_ranks: Callable[[Main, CallOptions], Result | None],
+    main: Main, options: CallOptions, operands: Mapping[str, Any],
+) -> Result:  # fmt: skip
+    """The form that is asked for, else the cheaper one.
+
+    run: computes attention that is not latent. over_ranks: a call whose cache lies on several ranks, None for another.
+    """
     assert attention.latent is not None
     query, cache, value, _ = main
     uk, uv, form, rope = options.uk, options.uv, options.form, options.rope
@@ -36,6 +40,8 @@ def attended(
     if uk is not None and uv is not None:
         uk, uv = autocast(uk, uv)
     paged = options.block_table is not None
+    if (found := over_ranks(Main(query, cache, None), options.having(uk=uk, uv=uv))) is not None:
+        return found
     check_latent(attention, query, cache, uk, uv, paged, rope)
     if uk is None or uv is None:
         if form == "expanded":

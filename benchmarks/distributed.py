@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/distributed.py
     torchrun --nproc-per-node 2 benchmarks/distributed.py --rows window,documents --json found.json
+    torchrun --nproc-per-node 8 benchmarks/distributed.py --rows "causal 128k" --mesh 2x4 --strategy heads+ring
     python benchmarks/distributed.py --predicted      the table of docs/distributed.md, which needs no GPU
     torchrun --nproc-per-node 2 benchmarks/distributed.py --rows decode
 
@@ -134,9 +135,18 @@ def both_and_memory(call: Callable[..., Tensor], row: Row, rows: int, turns: int
     return forward * 1e3, both * 1e3, torch.cuda.max_memory_allocated() / 2**30
 
 
-def measured(row: Row, turns: int) -> dict[str, Any]:
+def context(mesh: str, strategy: str) -> ContextParallel:
+    """Of all GPUs. mesh: empty, or as 2x4."""
+    if not mesh:
+        return ContextParallel(strategy=strategy)
+    outer, inner = map(int, mesh.split("x"))
+    made = torch.distributed.device_mesh.init_device_mesh("cuda", (outer, inner), mesh_dim_names=("outer", "inner"))
+    return ContextParallel(made, ("outer", "inner"), strategy)
+
+
+def measured(row: Row, turns: int, cp: ContextParallel) -> dict[str, Any]:
     """Times of one row."""
-    cp, operands = ContextParallel(), dict(row.operands)
+    operands = dict(row.operands)
     if "doc" in operands:
         operands["doc"] = (torch.arange(row.length, device="cuda") // operands["doc"])[None].int()
     packed = {"cu_seqlens": list(row.starts)} if row.starts else {}
@@ -235,7 +245,14 @@ def predicted() -> None:
     for name, variant, length, given in rows:
         for ranks in (8, 64, 1024):
             made = weft.distributed.plan(
-                variant, ranks=ranks, heads=32, kv_heads=8, length=length, head_dim=128, device="h100", **given
+                variant,
+                ranks=(ranks // 8, 8),
+                heads=32,
+                kv_heads=8,
+                length=length,
+                head_dim=128,
+                device="h100",
+                **given,
             )
             others = "; ".join(f"{who.split(',')[0]} {gain:.1f}" for who, _, gain in made.others)
             found = made.predicted
@@ -249,6 +266,8 @@ def main() -> None:
     parser.add_argument("--rows", default="", help="rows whose name has one of these")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--mesh", default="", help="OUTERxINNER: two dimensions")
+    parser.add_argument("--strategy", default="auto")
     parser.add_argument("--predicted", action="store_true", help="of more devices, by the model")
     given = parser.parse_args()
     if given.predicted:
@@ -256,15 +275,15 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     wanted = [r for r in ROWS if any(part in r.name for part in given.rows.split(","))]
-    results = []
+    results, cp = [], context(given.mesh, given.strategy)
     for row in wanted:
-        found = measured(row, given.turns)
+        found = measured(row, given.turns, cp)
         results.append(found)
         if dist.get_rank() == 0:
             gain = found["alone both"] / found["both"]
             torchs = found.get("torch both", "")
             print(
-                f"{row.name:<28} {found['strategy']:<9} {found['balance']:<11} both {found['both']:8.2f} ms, alone "
+                f"{row.name:<28} {found['strategy']:<14} {found['balance']:<11} both {found['both']:8.2f} ms, alone "
                 f"{found['alone both']:8.2f}: {gain:.2f}x (predicted {found['predicted']:.2f}), forward "
                 f"{found['alone forward'] / found['forward']:.2f}x, {found['GiB']:.2f} of {found['alone GiB']:.2f} GiB "
                 f"{torchs}",

@@ -1,11 +1,12 @@
-"""Attention where each rank computes some heads of the whole sequence (Jacobs et al. 2023, "DeepSpeed Ulysses")."""
+"""Attention where each rank computes some heads: of all rows (Jacobs et al. 2023, "DeepSpeed Ulysses"), or of those of
+its neighbours, while keys travel between ranks that have the same heads (Fang and Zhao 2024, "USP")."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,27 +14,105 @@ from torch import Tensor
 
 from ..codegen.torch_private import of_all_rows
 from ..ir.attention import SEED
+from ..runtime.call import choices_of
+from . import sharded
 from .placed import names_beside, placed
-from .rows import Deal, count, places
+from .portions import operand_names
+from .rows import Deal, Run, Runs, count, joined, places
 from .shardplan import ShardPlan
 
-if TYPE_CHECKING:
-    from .context import ContextParallel
+Main = tuple[Tensor, Tensor, Tensor]  # query, key and value
+
+
+class Neighbours(NamedTuple):
+    """Ranks that divide the heads of a call among themselves, and have the rows of all of them meanwhile."""
+
+    group: Any
+    rank: int  # among these
+    ranks: int
+
+
+class Options(NamedTuple):
+    """Of a call."""
+
+    return_lse: bool
+    target: str | None
+    deterministic: bool | None
+
+
+class Side(NamedTuple):
+    """How rows of queries, or of keys, lie on neighbours before heads are divided, and what each has behind."""
+
+    rows: tuple[Runs, ...]  # of each before
+    together: Runs  # of all: each has these behind
+    heads: tuple[Run, ...]  # of each behind
+    number: int  # of all heads
 
 
 def attended(
-    cp: ContextParallel, plan: ShardPlan, tensors: tuple[Tensor, Tensor, Tensor], operands: Mapping[str, Any],
-    return_lse: bool, target: str | None, deterministic: bool | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """out [B, Hq, rows, Dv] of a rank's queries and lse. tensors: its rows. operands: all that the variant has."""
-    sizes, ranks, rank = plan.sizes, cp.ranks, cp.rank
-    of_query, of_keys = (plan.queries, _even(sizes.heads, ranks)), (plan.keys, _shared(sizes.kv_heads, ranks))
-    sides = zip(tensors, (of_query, of_keys, of_keys))
-    query, key, value = (_ToHeads.apply(cp, deal, tensor, heads) for tensor, (deal, heads) in sides)
+    plan: ShardPlan, near: Neighbours, far: sharded.Place, main: Main, operands: Mapping[str, Any], options: Options
+) -> tuple[Tensor, Tensor | None]:
+    """out [B, Hq, rows, Dv] of a rank's queries and lse. main: its rows. operands: all that the variant has.
+
+    near: the ranks that divide heads. far: this one among those that have the same heads, of strategies with two parts.
+    """
+    of_queries, of_keys = _sides(plan, far.rank * near.ranks)
+    query, key, value = (_ToHeads.apply(near, side, t) for side, t in zip((of_queries, of_keys, of_keys), main))
+    first = of_queries.heads[near.rank][0]
+    if plan.strategy == "heads":
+        out, lse = _of_all_rows(plan, far.every, first, (query, key, value), operands, options)
+    else:
+        out, lse = _of_some_rows(plan, far, first, (query, key, value), operands, options)
+    out = _ToRows.apply(near, of_queries, out)
+    return out, None if lse is None else _ToRows.apply(near, of_queries, lse[..., None])[..., 0]
+
+
+@lru_cache(maxsize=256)
+def _sides(plan: ShardPlan, first: int) -> tuple[Side, Side]:
+    """Of queries and of keys. first: the first of the neighbours, as all ranks count."""
+    n = plan.shares
+
+    def of(deal: Deal, heads: list[Run], number: int) -> Side:
+        rows = tuple(deal.rows(first + r) for r in range(n))
+        return Side(rows, joined(run for own in rows for run in own), tuple(heads), number)
+
+    heads, kv_heads = plan.sizes.heads, plan.sizes.kv_heads
+    return of(plan.queries, _even(heads, n), heads), of(plan.keys, _shared(kv_heads, n), kv_heads)
+
+
+def _even(heads: int, ranks: int) -> list[Run]:
+    """The heads of each rank."""
+    return [(r * heads // ranks, (r + 1) * heads // ranks) for r in range(ranks)]
+
+
+def _shared(heads: int, ranks: int) -> list[Run]:
+    """The key heads of each rank: several ranks may have one of them."""
+    own = max(1, heads // ranks)
+    return [(first := r * heads // ranks, first + own) for r in range(ranks)]
+
+
+# -- the heads of a rank -----------------------------------------------------------------------------------------------
+def _of_some_rows(
+    plan: ShardPlan, far: sharded.Place, first: int, main: Main, operands: Mapping[str, Any], options: Options
+) -> tuple[Tensor, Tensor | None]:
+    """out and lse of some heads and queries: keys of these heads travel. first: the first head."""
+    names = operand_names(plan.attention)
+    numbers = {n: v for n, v in operands.items() if n not in names} | {names_beside(plan.attention).head: first}
+    choices = choices_of(options.target, None, options.deterministic)
+    state = sharded.State(far, plan.of_some_heads, numbers, choices, tuple(names), 2, None)
+    query, *keys = main
+    out, lse = sharded.attended(state, query, tuple(keys), [operands[n] for n in names])
+    return out, lse if options.return_lse else None
+
+
+def _of_all_rows(
+    plan: ShardPlan, every: Any, first: int, main: Main, operands: Mapping[str, Any], options: Options
+) -> tuple[Tensor, Tensor | None]:
+    """out and lse of some heads: a call on one device. every: the group over which gradients of operands are summed."""
+    query, sizes, names = main[0], plan.sizes, names_beside(plan.attention)
     variant = _variant(plan)
-    names = names_beside(plan.attention)
     read = {p.name for p in variant.canonical.parameters}
-    beside: dict[str, Any] = {names.head: rank * sizes.heads // ranks}
+    beside: dict[str, Any] = {names.head: first}
     where: dict[str, Any] = {}
     if plan.starts is None:
         beside |= {names.first_key: 0, names.q_len: sizes.q_len, names.kv_len: sizes.kv_len}
@@ -44,22 +123,19 @@ def attended(
         beside |= {names.first_key: torch.zeros_like(of_each), names.batch: 0}
         beside |= {names.q_len: of_each, names.kv_len: of_each, names.last: max(0, plan.longest - 1)}
         where["cu_seqlens_q"] = where["cu_seqlens_kv"] = starts
-    given = {n: _Shared.apply(cp, _widened(v, query)) if _learns(v) else v for n, v in operands.items() if n in read}
+    given = {n: _Shared.apply(every, _widened(v, query)) if _learns(v) else v for n, v in operands.items() if n in read}
     given |= {n: v for n, v in beside.items() if n in read}
     if variant.canonical.drops:
         where["seed"] = given.pop(SEED.name)
     with of_all_rows():
-        found = variant(query, key, value, **where, return_lse=return_lse, target=target, deterministic=deterministic,
-                        operands=given)  # fmt: skip
-    out, lse = found if return_lse else (found, None)
-    out = _ToRows.apply(cp, plan.queries, out, sizes.heads)
-    return out, None if lse is None else _ToRows.apply(cp, plan.queries, lse[..., None], sizes.heads)[..., 0]
+        found = variant(*main, **where, **options._asdict(), operands=given)
+    return found if options.return_lse else (found, None)
 
 
 @lru_cache(maxsize=64)
 def _variant(plan: ShardPlan) -> Any:
-    sizes = plan.sizes
-    return placed(plan.attention, group=sizes.heads // sizes.kv_heads, packed=plan.starts is not None)
+    group = plan.sizes.heads // plan.sizes.kv_heads
+    return placed(plan.attention, group=group, packed=plan.starts is not None, in_step=plan.attention.canonical.drops)
 
 
 def _widened(operand: Tensor, query: Tensor) -> Tensor:
@@ -71,49 +147,12 @@ def _learns(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _even(heads: int, ranks: int) -> list[tuple[int, int]]:
-    """The heads of each rank."""
-    return [(r * heads // ranks, (r + 1) * heads // ranks) for r in range(ranks)]
-
-
-def _shared(heads: int, ranks: int) -> list[tuple[int, int]]:
-    """The key heads of each rank: several ranks may have one of them."""
-    own = max(1, heads // ranks)
-    return [(first := r * heads // ranks, first + own) for r in range(ranks)]
-
-
-class _ToHeads(torch.autograd.Function):
-    """From a rank's rows of all heads to all rows of its heads, in the order of their positions."""
-
-    @staticmethod
-    def forward(ctx: Any, cp: Any, deal: Deal, tensor: Tensor, heads: list[tuple[int, int]]) -> Tensor:
-        ctx.cp, ctx.deal, ctx.heads, ctx.shape = cp, deal, heads, tensor.shape
-        return _to_heads(cp, deal, tensor, heads)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, None, _to_rows(ctx.cp, ctx.deal, gradient, ctx.heads, ctx.shape[1]), None
-
-
-class _ToRows(torch.autograd.Function):
-    """The way back, of heads that are dealt evenly."""
-
-    @staticmethod
-    def forward(ctx: Any, cp: Any, deal: Deal, tensor: Tensor, heads: int) -> Tensor:
-        ctx.cp, ctx.deal, ctx.heads = cp, deal, _even(heads, cp.ranks)
-        return _to_rows(cp, deal, tensor, ctx.heads, heads)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, None, _to_heads(ctx.cp, ctx.deal, gradient, ctx.heads), None
-
-
 class _Shared(torch.autograd.Function):
     """An operand that all ranks read: its gradient is the sum of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, cp: Any, tensor: Tensor) -> Tensor:
-        ctx.group = cp.group
+    def forward(ctx: Any, group: Any, tensor: Tensor) -> Tensor:
+        ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
@@ -123,33 +162,62 @@ class _Shared(torch.autograd.Function):
         return None, summed
 
 
-def _to_heads(cp: Any, deal: Deal, tensor: Tensor, heads: list[tuple[int, int]]) -> Tensor:
+# -- from rows to heads, and back --------------------------------------------------------------------------------------
+class _ToHeads(torch.autograd.Function):
+    """From a rank's rows of all heads to all rows of its heads, in the order of their positions."""
+
+    @staticmethod
+    def forward(ctx: Any, near: Neighbours, side: Side, tensor: Tensor) -> Tensor:
+        ctx.near, ctx.side = near, side
+        return _to_heads(near, side, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, None, _to_rows(ctx.near, ctx.side, gradient)
+
+
+class _ToRows(torch.autograd.Function):
+    """The way back."""
+
+    @staticmethod
+    def forward(ctx: Any, near: Neighbours, side: Side, tensor: Tensor) -> Tensor:
+        ctx.near, ctx.side = near, side
+        return _to_rows(near, side, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, None, _to_heads(ctx.near, ctx.side, gradient)
+
+
+def _to_heads(near: Neighbours, side: Side, tensor: Tensor) -> Tensor:
     batch, _, _, width = tensor.shape
-    own = heads[cp.rank][1] - heads[cp.rank][0]
-    shapes = [(batch, own, count(deal.rows(r)), width) for r in range(cp.ranks)]
-    parts = _swapped(cp, [tensor[:, a:b] for a, b in heads], shapes)
-    runs = [(run, part[:, :, a:b]) for r, part in enumerate(parts)
-            for run, (a, b) in zip(deal.rows(r), places(deal.rows(r), deal.rows(r)))]  # fmt: skip
-    return torch.cat([part for _, part in sorted(runs, key=lambda found: found[0])], 2)
+    first, end = side.heads[near.rank]
+    shapes = [(batch, end - first, count(rows), width) for rows in side.rows]
+    parts = _swapped(near, [tensor[:, a:b] for a, b in side.heads], shapes)
+    runs = [(run, part[:, :, a:b]) for rows, part in zip(side.rows, parts)
+            for run, (a, b) in zip(rows, places(rows, rows))]  # fmt: skip
+    empty = tensor.new_empty(batch, end - first, 0, width)
+    return torch.cat([empty, *(part for _, part in sorted(runs, key=lambda found: found[0]))], 2)
 
 
-def _to_rows(cp: Any, deal: Deal, tensor: Tensor, heads: list[tuple[int, int]], number: int) -> Tensor:
+def _to_rows(near: Neighbours, side: Side, tensor: Tensor) -> Tensor:
     batch, own, _, width = tensor.shape
-    rows = count(deal.rows(cp.rank))
-    sent = [torch.cat([tensor[:, :, a:b] for a, b in deal.rows(r)] or [tensor[:, :, :0]], 2) for r in range(cp.ranks)]
-    parts = _swapped(cp, sent, [(batch, own, rows, width)] * cp.ranks)
-    if own * cp.ranks == number:
+    rows = count(side.rows[near.rank])
+    sent = [torch.cat([tensor[:, :, :0], *(tensor[:, :, a:b] for a, b in places(runs, side.together))], 2)
+            for runs in side.rows]  # fmt: skip
+    parts = _swapped(near, sent, [(batch, own, rows, width)] * near.ranks)
+    if own * near.ranks == side.number:
         return torch.cat(parts, 1)
-    total = tensor.new_zeros(batch, number, rows, width, dtype=torch.promote_types(tensor.dtype, torch.float32))
-    for (first, end), part in zip(heads, parts):  # several ranks have a head
+    total = tensor.new_zeros(batch, side.number, rows, width, dtype=torch.promote_types(tensor.dtype, torch.float32))
+    for (first, end), part in zip(side.heads, parts):  # several ranks have a head
         total[:, first:end].add_(part)
     return total.to(tensor.dtype)
 
 
-def _swapped(cp: Any, sent: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+def _swapped(near: Neighbours, sent: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """What each rank has sent to this one. shapes: of these."""
     flat = torch.cat([t.reshape(-1) for t in sent])
     sizes = [prod(shape) for shape in shapes]
     received = flat.new_empty(sum(sizes))
-    dist.all_to_all_single(received, flat, sizes, [t.numel() for t in sent], group=cp.group)
+    dist.all_to_all_single(received, flat, sizes, [t.numel() for t in sent], group=near.group)
     return [part.view(shape) for part, shape in zip(received.split(sizes), shapes)]

@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..codegen.torch_private import break_graph
-from ..compiler.planning.records import Shape
 from ..ir.attention import SEED, Attention
-from ..ir.errors import Problem, UnavailableError, WeftError, collected, second_derivative
+from ..ir.errors import Problem, UnavailableError, WeftError, collected
 from ..ir.expr import Scalar
 from ..ir.philox import drawn_seed
-from ..runtime.call import Call, Choices, Dense, Packed, Sequences, choices_of
+from ..runtime.call import Call, Dense, Packed, Sequences, choices_of
 from ..runtime.check.operands import as_number, check_dropout, check_operands, seed_of
-from ..runtime.check.tensors import DTYPES, check_latent, main_problems
-from ..runtime.options import CallOptions, Form
+from ..runtime.check.tensors import check_latent, main_problems
+from ..runtime.options import Form
 from ..runtime.run.variant import Variant, variant_of
-from . import agreement, by_heads, shardplan
-from .collectives import all_gather
-from .exchange import AtHand, Fetch, Return, Route, Tensors
-from .latent import Keys, Projected, Projections, absorbed, form_of
-from .portions import (
-    Given,
-    Joined,
-    OperandSums,
-    Portion,
-    Portions,
-    Sum,
-    given_at,
-    gradients,
-    operand_names,
-    run_in,
-    sink_gradients,
-    wide,
-)
-from .rows import Deal, Run, Runs, count, places
-from .seen import decisive_tensors
+from . import agreement, by_heads, sharded, shardplan
+from .groups import groups_of
+from .latent import Projected, absorbed, form_of, without_rest
+from .portions import operand_names
+from .rows import Deal, count
 from .shardplan import AUTO, Links, ShardPlan, stands_on
+from .whole import Share, Whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,10 +39,10 @@ KINDS: Mapping[str, type] = {"int": int, "float": float}
 
 
 class ContextParallel:
-    """Attention along one dimension of a mesh, whose ranks hold rows of one sequence each.
+    """Attention along one dimension of a mesh, or two, whose ranks hold rows of one sequence each.
 
     mesh: a DeviceMesh, or a process group; all ranks where not given. dim: the mesh's dimension, by name or number;
-    None where it has one.
+    None where it has one. Of two, (outer, inner), neighbours along the inner one may divide heads: let that be a host.
     strategy, balance: as for `plan`. agree: whether ranks compare what they call before each call, so that a mistake on
     one of them is an error on all.
 
@@ -69,22 +53,38 @@ class ContextParallel:
     """
 
     def __init__(
-        self, mesh: DeviceMesh | dist.ProcessGroup | None = None, dim: str | int | None = None,
+        self, mesh: DeviceMesh | dist.ProcessGroup | None = None,
+        dim: str | int | tuple[str | int, str | int] | None = None,
         strategy: str = AUTO, balance: str = AUTO, *, agree: bool = True, links: Links | None = None,
     ) -> None:  # fmt: skip
         if not dist.is_available() or not dist.is_initialized():
             raise UnavailableError(
                 "ContextParallel: torch.distributed is not initialised; call init_process_group first"
             )
-        self.group = _group(mesh, dim)
+        self.group, self.outer, self.inner = groups_of(mesh, dim)
         self.strategy, self.balance, self.links = strategy, balance, links
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.agreement = agreement.Agreement(self.group) if agree and self.ranks > 1 else None
 
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """Ranks along the outer and the inner dimension, where there are two."""
+        inner = 1 if self.inner is None else dist.get_world_size(self.inner)
+        return None if self.inner is None else (self.ranks // inner, inner)
+
+    def _neighbours(self, plan: ShardPlan) -> tuple[by_heads.Neighbours, sharded.Place]:
+        """The ranks that divide heads with this one, and where it is among those that have the same heads."""
+        if plan.strategy == "heads":
+            return by_heads.Neighbours(self.group, self.rank, self.ranks), sharded.Place(0, None, self.group)
+        assert self.inner is not None
+        rank, ranks = dist.get_rank(self.inner), dist.get_world_size(self.inner)
+        far = sharded.Place(dist.get_rank(self.outer), self.outer, self.group)
+        return by_heads.Neighbours(self.inner, rank, ranks), far
+
     def plan(self, attention: Attention, **sizes: Any) -> ShardPlan:
         """A plan for these ranks; see `weft.distributed.plan`, which takes the same arguments."""
         given = {"strategy": self.strategy, "balance": self.balance, "links": self.links, **sizes}
-        return shardplan.plan(attention, ranks=self.ranks, **given)
+        return shardplan.plan(attention, ranks=self.shape or self.ranks, **given)
 
     # -- rows ----------------------------------------------------------------------------------------------------------
     def rows(self, plan: ShardPlan, of: str = "queries") -> Tensor:
@@ -109,7 +109,7 @@ class ContextParallel:
                 f"{plan.attention.name}: unshard: expected {rows} rows, those of the {of} of rank {self.rank}, got "
                 f"{tensor.shape[dim]}"
             )
-        return _Whole.apply(self, deal, tensor, dim)
+        return Whole.apply(self, deal, tensor, dim)
 
     def share(self, tensor: Tensor) -> Tensor:
         """The same tensor, of whose gradient this rank gets an equal share.
@@ -117,7 +117,7 @@ class ContextParallel:
         `attention` gives each rank the whole gradient of an operand. A parameter whose gradients something else sums
         over these ranks, as FSDP and DDP do, goes through this, so that it counts once.
         """
-        return _Share.apply(tensor, self.ranks)
+        return Share.apply(tensor, self.ranks)
 
     # -- attention -----------------------------------------------------------------------------------------------------
     def attention(
@@ -168,9 +168,10 @@ class ContextParallel:
         declared = {p.name: p for p in attention.canonical.parameters}
         given = {n: v if isinstance(v, Tensor) else as_number(v, KINDS[declared[n].dtype])
                  for n, v in operands.items() if n in declared}  # fmt: skip
-        if plan.strategy == "heads":
+        if plan.strategy == "heads" or plan.divides_both:
             assert value is not None
-            out, lse = by_heads.attended(self, plan, (query, key, value), given, return_lse, target, deterministic)
+            options = by_heads.Options(return_lse, target, deterministic)
+            out, lse = by_heads.attended(plan, *self._neighbours(plan), (query, key, value), given, options)
             return (out, lse) if return_lse else out
         names, choices = operand_names(attention), choices_of(target, None, deterministic)
         numbers, kind, after = {n: v for n, v in given.items() if n not in names}, None, None
@@ -178,11 +179,14 @@ class ContextParallel:
         if attention.latent is not None:
             kind = form_of(attention, plan.sizes, latent, (query, key, *given.values()))
         if kind == "expanded":
+            if plan.starts is not None:
+                own = (without_rest(key, plan.keys.rows(self.rank), plan.starts),)
             names, given = [*names, *latent.tensors], {**given, **latent.tensors}
         elif uk is not None and uv is not None and attention.latent is not None:
             query, after = absorbed(query, uk, attention.latent.rope), uv
-        state = _State(self, plan, numbers, choices, tuple(names), len(own), kind)
-        out, lse = _Sharded.apply(state, query, *own, *(given[n] for n in names))
+        place = sharded.Place(self.rank, self.group, self.group)
+        state = sharded.State(place, plan, numbers, choices, tuple(names), len(own), kind)
+        out, lse = sharded.attended(state, query, own, [given[n] for n in names])
         out = out if after is None else torch.einsum("bhlr,hrd->bhld", out, after)
         return (out, lse) if return_lse else out
 
@@ -196,6 +200,9 @@ class ContextParallel:
             return WeftError(f"{name}: expected a plan of this variant, got one of {plan.attention.name}")
         if plan.ranks != self.ranks:
             return WeftError(f"{name}: expected a plan for {self.ranks} ranks, got one for {plan.ranks}")
+        if plan.divides_both and self.shape != (other := (plan.ranks // plan.inner, plan.inner)):
+            own = "one dimension" if self.shape is None else f"{self.shape}"
+            return WeftError(f"{name}: expected a plan for ranks along {own}, got one for {other}; cp.plan makes it")
         sizes, problems = plan.sizes, []
         rows = count(plan.queries.rows(self.rank)), count(plan.keys.rows(self.rank))
         expected = {
@@ -285,17 +292,6 @@ def _whole_call(
     return Call(main[0], main[1], main[2], None, given, sequences, choices_of(None, None), sizes.head_dim)
 
 
-def _group(mesh: Any, dim: str | int | None) -> Any:
-    if mesh is None or isinstance(mesh, dist.ProcessGroup):
-        return mesh or dist.group.WORLD
-    if dim is None and mesh.ndim != 1:
-        names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
-        raise WeftError(
-            f"ContextParallel: the mesh has {mesh.ndim} dimensions; pass dim=, one of {', '.join(map(str, names))}"
-        )
-    return mesh.get_group(0 if dim is None else dim)
-
-
 def _deal(plan: ShardPlan, length: int) -> Deal:
     if length == plan.sizes.q_len:
         return plan.queries
@@ -321,273 +317,3 @@ def _told(
         "operands": "; ".join((*shapes, *numbers)),
         "gradients": ", ".join(flags) + ("; lse" if return_lse else ""),
     }
-
-
-class _State(NamedTuple):
-    """What a call has besides tensors."""
-
-    cp: ContextParallel
-    plan: ShardPlan
-    numbers: dict[str, Any]
-    choices: Choices
-    names: tuple[str, ...]  # of tensor operands, and of uk and uv where caches are expanded
-    n_keys: int  # tensors that keys are: key and value, or a latent cache
-    form: Form | None  # of latent attention
-
-    @property
-    def every(self) -> tuple[str, ...]:
-        """Names of all tensors."""
-        return "query", *("key", "value")[: self.n_keys], *self.names
-
-
-@lru_cache(maxsize=64)
-def _parts(plan: ShardPlan) -> Portions:
-    return Portions(plan)
-
-
-@lru_cache(maxsize=256)
-def _routes(plan: ShardPlan, rank: int, group: Any) -> list[Route]:
-    return [Route(plan, rank, step, group) for step in range(len(plan.steps(rank)))]
-
-
-class _Work:
-    """One call on one rank: what forward and backward share."""
-
-    def __init__(self, state: _State, tensors: Sequence[Tensor]) -> None:
-        self.plan, self.rank, self.choices, self.form = state.plan, state.cp.rank, state.choices, state.form
-        self.query, self.keys = tensors[0], tuple(tensors[1 : 1 + state.n_keys])
-        self.parts, self.routes = _parts(self.plan), _routes(self.plan, self.rank, state.cp.group)
-        self.own = self.plan.queries.rows(self.rank)
-        self.operands = {**state.numbers, **dict(zip(state.names, tensors[1 + state.n_keys :]))}
-        self.projections: Projections | None = None
-        if self.form == "expanded":
-            assert self.plan.attention.latent is not None
-            self.projections = Projections(self.plan.attention.latent, *(self.operands.pop(n) for n in ("uk", "uv")))
-        self.most = self.parts.most(self.rank)
-
-    @property
-    def width(self) -> int:
-        """Columns of a result."""
-        if self.projections is not None:
-            return self.projections.uv.shape[2]
-        latent = self.plan.attention.latent
-        return self.keys[1].shape[3] if latent is None else latent.rank
-
-    def read(self, at_hand: AtHand) -> Keys:
-        """What portions of a step read."""
-        if self.projections is not None:
-            return self.projections.expanded(*at_hand.tensors)
-        return Keys(*at_hand.tensors)
-
-    def calls(self, step: int, rows: Runs, keys: Keys) -> Iterator[tuple[Portion, Variant, Call]]:
-        """The portions of a step, and how each is called. rows: those of the keys."""
-        for portion in self.parts.portions(self.rank)[step]:
-            yield portion, *self._call(portion, keys.of(*run_in(portion.keys, rows)))
-
-    def sinks(self) -> Iterator[tuple[Portion, Variant, Call]]:
-        """Portions without keys, of queries whose sink no other portion has."""
-        if runs := self.parts.sinks(self.rank):
-            nothing = self.read(AtHand((), tuple(t[:, :, :0] for t in self.keys)))
-            for queries in runs:
-                portion = Portion(queries, (0, 0), True)
-                yield portion, *self._call(portion, nothing)
-
-    def _call(self, portion: Portion, keys: Keys) -> tuple[Variant, Call]:
-        first, end = self.rows(portion)
-        return self.parts.call(portion, self.query[:, :, first:end], keys, self.operands, self.choices)
-
-    def rows(self, portion: Portion) -> Run:
-        """Where the queries of a portion lie among those of the rank."""
-        return run_in(portion.queries, self.own)
-
-    def asked(self, wanted: frozenset[str], keys: Keys) -> frozenset[str]:
-        """Gradients of a portion for those that are wanted: where caches are expanded, of what they become."""
-        if self.projections is None or not wanted & {"key", "uk", "uv"}:
-            return wanted
-        return (wanted - {"uk", "uv"}).union(keys.named)
-
-    def of_own(self, at_hand: AtHand, found: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Tensor]]:
-        """Gradients of the rows that travelled, and of uk and uv, from those of what portions read."""
-        if self.projections is not None:
-            (cache,) = at_hand.tensors
-            return self.projections.gradients(cache, found)
-        return tuple(found[n] for n in ("key", "value")[: len(self.keys)]), {}
-
-
-class _Sharded(torch.autograd.Function):
-    """Forward: keys travel to queries. Backward: they do so again, where they were not kept, and gradients of keys
-    travel back. Keys of a step travel while those of the one before are computed."""
-
-    @staticmethod
-    def forward(ctx: Any, state: _State, *tensors: Tensor) -> Any:
-        work = _Work(state, tensors)
-        done = Joined(work.query, work.width, work.parts, work.most.of_queries)
-        kept: list[AtHand | None] = []
-        fetch = work.routes[0].start(work.keys)
-        for step in range(len(work.routes)):
-            at_hand = fetch.wait()
-            if step + 1 < len(work.routes):
-                fetch = work.routes[step + 1].start(work.keys)
-            for portion, variant, call in work.calls(step, at_hand.rows, work.read(at_hand)):
-                done.add(work.rows(portion), *variant.forward(call))
-            kept.append(at_hand if state.plan.keeps else None)
-        for portion, variant, call in work.sinks():
-            done.add(work.rows(portion), *variant.forward(call))
-        out, lse = done.result()
-        ctx.state, ctx.kept, ctx.is_far = state, kept, done.is_far
-        ctx.save_for_backward(out, lse, *tensors)
-        ctx.set_materialize_grads(False)
-        return out, lse.sum(0) if done.is_far else lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        state: _State = ctx.state
-        if torch.is_grad_enabled():
-            raise second_derivative(str(state.plan.attention.name))
-        out, lse, *tensors = ctx.saved_tensors
-        wanted = frozenset(n for n, need in zip(state.every, ctx.needs_input_grad[1:]) if need)
-        query, learned = tensors[0], {n: t for n, t in zip(state.every, tensors) if n in wanted and n in state.names}
-        # gradients of operands are sums over portions and ranks, which are rounded once, at the end
-        exactly = [t.to(torch.promote_types(t.dtype, wide(query))) if n in learned and n not in ("uk", "uv") else t
-                   for n, t in zip(state.every, tensors)]  # fmt: skip
-        work = _Work(state, exactly)
-        dout = torch.zeros_like(out) if dout is None else dout
-        if dlse is not None and ctx.is_far:  # kernels read the gradient of either statistic
-            dlse = dlse.expand(2, *dlse.shape)
-        found = _Backward(work, Given(out, lse, dout, dlse), wanted, OperandSums(query, learned))
-        ahead: Fetch | None = None
-        order = [*range(1, len(work.routes)), 0]  # others' keys first: gradients travel while its own are computed
-        for n, step in enumerate(order):
-            at_hand = ctx.kept[step]
-            if at_hand is None:
-                at_hand = (ahead or work.routes[step].start(work.keys)).wait()
-                ahead = work.routes[order[n + 1]].start(work.keys) if n + 1 < len(order) else None
-            found.step(step, at_hand)
-            del at_hand  # its memory is free while the next step computes
-        gradients_of = found.result(state)
-        return None, *(gradients_of[n] if n in wanted else None for n in state.every)
-
-
-class _Backward:
-    """Gradients of a call, step by step."""
-
-    def __init__(self, work: _Work, given: Given, wanted: frozenset[str], of_operands: OperandSums) -> None:
-        self.work, self.given, self.wanted, self.of_operands = work, given, wanted, of_operands
-        self.of_query = Sum(work.query, work.most.of_queries)
-        self.of_keys = [Sum(t, work.most.of_own_keys) for t in work.keys]
-        self.returns: list[Return] = []
-
-    def step(self, step: int, at_hand: AtHand) -> None:
-        """Gradients of the portions of a step, and those of its keys on their way."""
-        work, keys = self.work, self.work.read(at_hand)
-        asked = work.asked(self.wanted, keys)
-        totals = {n: Sum(t, work.most.of_keys[step]) for n, t in keys.named.items()}
-        for portion, variant, call in work.calls(step, at_hand.rows, keys):
-            rows, there = work.rows(portion), run_in(portion.keys, at_hand.rows)
-            found = gradients(variant, call, given_at(rows, *self.given), asked)
-            self.of_operands.add(found)
-            if "query" in found:
-                self.of_query.add(rows, found["query"])
-            for name, total in totals.items():
-                if name in found:
-                    total.add(there, found[name])
-        if asked & totals.keys():
-            of_rows, of_projections = work.of_own(at_hand, {n: total.result() for n, total in totals.items()})
-            self.returns.append(work.routes[step].give_back(of_rows))
-            self.of_operands.add(of_projections)
-        if len(self.returns) > 1:  # a ring holds gradients of two steps at most
-            self.returns.pop(0).add_to(self.of_keys)
-
-    def result(self, state: _State) -> dict[str, Tensor]:
-        """All gradients by name, once what is under way has arrived, and sinks have theirs."""
-        for portion, variant, call in self.work.sinks():
-            given = given_at(self.work.rows(portion), *self.given)
-            self.of_operands.add(sink_gradients(variant, call, given, self.wanted))
-        for returned in self.returns:
-            returned.add_to(self.of_keys)
-        of_keys = {n: total.result() for n, total in zip(state.every[1:], self.of_keys)}
-        return {"query": self.of_query.result(), **of_keys, **self.of_operands.result(state.cp.group)}
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient / ctx.ranks, None
-
-
-class _Whole(torch.autograd.Function):
-    """Rows of all ranks, in the order of their positions."""
-
-    @staticmethod
-    def forward(ctx: Any, cp: ContextParallel, deal: Deal, tensor: Tensor, dim: int) -> Tensor:
-        ctx.deal, ctx.rank, ctx.dim = deal, cp.rank, dim
-        rows = tensor.movedim(dim, 0).contiguous()
-        sizes = [count(deal.rows(r)) for r in range(cp.ranks)]
-        most = max(sizes)
-        padded = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])]) if len(rows) < most else rows
-        gathered = rows.new_empty(cp.ranks * most, *rows.shape[1:])
-        all_gather(gathered, padded, cp.group)
-        parts: list[tuple[Run, Tensor]] = []
-        for rank in range(cp.ranks):
-            own = deal.rows(rank)
-            parts += [(run, gathered[rank * most + a : rank * most + b]) for run, (a, b) in zip(own, places(own, own))]
-        parts.sort(key=lambda part: part[0])
-        return torch.cat([part for _, part in parts]).movedim(0, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        own = ctx.deal.rows(ctx.rank)
-        parts = [gradient.narrow(ctx.dim, first, end - first) for first, end in own]
-        return None, None, torch.cat(parts, ctx.dim) if parts else gradient.narrow(ctx.dim, 0, 0), None
-
-
-# -- DTensors ----------------------------------------------------------------------------------------------------------
-@lru_cache(maxsize=16)
-def _of_mesh(mesh: DeviceMesh, dim: int, balance: str) -> ContextParallel:
-    return ContextParallel(mesh, dim, balance=balance)
-
-
-@lru_cache(maxsize=256)
-def _plan_of_mesh(
-    cp: ContextParallel, attention: Attention, sizes: Shape, q_offset: int, numbers: tuple[tuple[str, Any], ...]
-) -> ShardPlan:
-    return _planned(cp, attention, sizes, q_offset, dict(numbers))
-
-
-def _planned(
-    cp: ContextParallel, attention: Attention, sizes: Shape, q_offset: int, given: Mapping[str, Any]
-) -> ShardPlan:
-    return cp.plan(
-        attention, batch=sizes.batch, heads=sizes.heads, kv_heads=sizes.kv_heads, length=sizes.q_len,
-        kv_length=sizes.kv_len, head_dim=sizes.head_dim, value_dim=sizes.value_dim, dtype=sizes.dtype,
-        q_offset=q_offset, **given,
-    )  # fmt: skip
-
-
-def over_mesh(
-    mesh: DeviceMesh, dim: int, attention: Attention, tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple[int, int],
-    operands: Mapping[str, Any], options: CallOptions, balance: str = "contiguous",
-) -> Any:  # fmt: skip
-    """out, or (out, lse), of this process's rows of a sequence that a dimension of the mesh divides.
-
-    tensors: its rows of query, key and value. lengths: of all queries and keys. operands: whole. balance: how rows are
-    dealt, as neighbours where it is not given, which is how DTensors have them.
-    """
-    query, key, value = tensors
-    sizes = Shape(query.shape[0], query.shape[1], key.shape[1], *lengths, query.shape[3], value.shape[3],
-                  DTYPES[query.dtype])  # fmt: skip
-    q_offset = lengths[1] - lengths[0] if options.q_offset is None else as_number(options.q_offset, int)
-    cp, decisive = _of_mesh(mesh, dim, balance), decisive_tensors(attention)
-    numbers = {n: v for n, v in operands.items() if not isinstance(v, Tensor) and n != SEED.name}
-    if decisive:
-        plan = _planned(cp, attention, sizes, q_offset, numbers | {n: operands[n] for n in decisive if n in operands})
-    else:
-        plan = _plan_of_mesh(cp, attention, sizes, q_offset, tuple(sorted(numbers.items())))
-    rest = {n: v for n, v in operands.items() if n != SEED.name}  # drawn by now, or as it was given
-    return cp.attention(attention, query, key, value, plan=plan, return_lse=options.return_lse, target=options.target,
-                        deterministic=options.deterministic, seed=operands.get(SEED.name), **rest)  # fmt: skip

@@ -14,6 +14,7 @@ from ..ir.attention import Attention, Latent
 from ..ir.errors import Problem, WeftError, collected
 from ..runtime.check.tensors import trainable_problems
 from .exchange import Tensors
+from .rows import Runs, common, count
 
 
 class Keys(NamedTuple):
@@ -89,6 +90,17 @@ class Projections(NamedTuple):
         parts = [of_vectors[:, None], *([found["rope"]] if self.latent.rope else [])]
         own = {n: torch.einsum("btr,bhtd->hrd", vectors, gradient) for n, _, gradient in sides}
         return (torch.cat(parts, 3),), own
+
+
+def without_rest(cache: Tensor, own: Runs, starts: tuple[int, ...]) -> Tensor:
+    """A cache with zeros behind the last of packed sequences: what lies there must not reach gradients of uk and uv.
+
+    own: positions of its rows.
+    """
+    kept = count(common(own, ((0, starts[-1]),)))
+    if kept == cache.shape[2]:
+        return cache
+    return torch.cat([cache[:, :, :kept], torch.zeros_like(cache[:, :, kept:])], 2)
 
 
 def absorbed(query: Tensor, uk: Tensor, rope: int) -> Tensor:

@@ -44,9 +44,9 @@ def placed(variant: Variant, *, group: int = 0, packed: bool = False, in_step: b
 
     Where the position of the first key cancels, as in `q_pos - kv_pos`, it is not read: causal masks, windows and
     ALiBi have the kernels of calls on one device. group: query heads of a key head, where heads too count from a first
-    one, and the part may have fewer of either; it then has all keys. packed: sequences are packed, so that each has a
-    first key and lengths of its own. in_step: every first key is a multiple of TOGETHER, so that what is dropped is
-    drawn for many keys at once.
+    one, and the part may have fewer of either. packed: sequences are packed, so that each has a first key and lengths
+    of its own. in_step: every first key is a multiple of TOGETHER, so that what is dropped is drawn for many keys at
+    once.
     """
     own = names_beside(variant)
 
@@ -66,7 +66,7 @@ def placed(variant: Variant, *, group: int = 0, packed: bool = False, in_step: b
         if given is not None:
             changed[field] = place.whole(substitute(expression(given), mapping))
     if variant.canonical.drops:
-        first = Const(0) if group else number(own.first_key)
+        first = number(own.first_key)
         if in_step:
             first = TOGETHER * (first // TOGETHER)
         changed["_origin"] = first, scalar(own.head, int) if group else 0, scalar(own.batch, int) if packed else 0

@@ -72,7 +72,9 @@ class Portions:
 
     def _variant(self, sink: bool, in_step: bool) -> Variant:
         """sink: with that of the variant. in_step: all first keys lie where dropout draws many at once."""
-        found: Attention = placed(self.plan.attention, packed=self.plan.starts is not None, in_step=in_step)
+        found: Attention = placed(
+            self.plan.attention, group=self.plan.group, packed=self.plan.starts is not None, in_step=in_step
+        )
         return variant_of(found if sink else without_sink(found))
 
     def _portions(self, rank: int) -> list[list[Portion]]:
@@ -100,7 +102,7 @@ class Portions:
     def call(
         self, portion: Portion, query: Tensor, keys: Keys, operands: Mapping[str, Any], choices: Choices
     ) -> tuple[Variant, Call]:
-        """query, keys: of the portion."""
+        """query, keys: of the portion. operands: with the number of the first head, where the plan is of some heads."""
         plan, names = self.plan, self.names
         beside: dict[str, Any]
         if plan.starts is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -104,6 +104,10 @@ class Deal:
     def owners_of(self, run: Run) -> tuple[int, ...]:
         """The owner of each chunk that has rows of a run."""
         return self.owners[run[0] // self.chunk : -(-run[1] // self.chunk)]
+
+    def of_neighbours(self, number: int) -> Deal:
+        """The same rows, where so many neighbouring ranks count as one."""
+        return replace(self, owners=tuple(rank // number for rank in self.owners), ranks=self.ranks // number)
 
     @cached_property
     def chunks(self) -> Runs:

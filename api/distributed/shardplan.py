@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 from itertools import pairwise
@@ -17,18 +17,20 @@ from ..compiler.planning.machines import hardware
 from ..compiler.planning.machines.hardware import Hardware
 from ..compiler.planning.records import Shape
 from ..ir.attention import Attention
-from ..ir.errors import Problem, WeftError, counted, shown
+from ..ir.errors import Problem, WeftError, shown
 from ..ir.expr import TensorOperand
 from ..ir.numbers import is_int
 from ..ir.philox import TOGETHER
 from ..runtime.run.variant import variant_of
 from . import rows
+from .described import lines
 from .rows import Deal, Run, Runs, common, count, joined, without
 from .seen import PackedSight, Sight
 
-Strategy = Literal["gather", "ring", "exchange", "heads"]
+Strategy = Literal["gather", "ring", "exchange", "heads", "heads+exchange", "heads+ring"]
 Balance = Literal["contiguous", "zigzag", "striped", "pairs"]
-STRATEGIES: tuple[Strategy, ...] = ("exchange", "ring", "gather", "heads")
+STRATEGIES: tuple[Strategy, ...] = ("exchange", "ring", "gather", "heads", "heads+exchange", "heads+ring")
+_HEADS = "heads+"  # before what strategies of two dimensions do between ranks of the same heads
 BALANCES: tuple[Balance, ...] = ("contiguous", "zigzag", "striped", "pairs")
 AUTO = "auto"
 _CHUNKS = 8  # of a rank, where chunks are dealt by visible pairs
@@ -37,6 +39,7 @@ _CHUNKS = 8  # of a rank, where chunks are dealt by visible pairs
 _FORWARD, _BACKWARD, _PRODUCTS = 0.8, 0.65, 2.5
 _NEAR = 1.03  # times as long as the fastest: plans that are as good
 _ONE_MORE = 150e-6  # seconds that one more call takes: its last tiles leave most of the device idle
+_ONE_DIMENSION = "expected two dimensions: ranks=(outer, inner) of a plan, dim=(outer, inner) of ContextParallel"
 _JOINED_BYTES = 24  # that joining two results moves for each element of out
 
 
@@ -98,6 +101,8 @@ class ShardPlan:
     links: Links
     sight: Sight | PackedSight = field(repr=False)
     starts: tuple[int, ...] | None = None  # the first row of each packed sequence, and the end of the last
+    inner: int = 1  # neighbouring ranks that lie along the inner dimension of a mesh, where it has two
+    group: int = 0  # query heads of a key head, in a plan of some heads of a call, whose numbers count from a first one
     looked_at: Mapping[str, Any] = field(default_factory=dict)  # operands whose values the plan stands on
     versions: Mapping[str, int] = field(default_factory=dict)  # of those that are tensors, when they were looked at
     thought_of: Callable[[], tuple[tuple[str, float, float], ...]] | None = field(default=None, repr=False)
@@ -125,24 +130,40 @@ class ShardPlan:
         """The same of the variant without dropout."""
         return replace(self, attention=self.attention.replace(dropout=0.0))
 
+    @property
+    def divides_both(self) -> bool:
+        """Whether neighbours divide heads, and keys of the same heads travel between others."""
+        return self.strategy.startswith(_HEADS)
+
+    @property
+    def shares(self) -> int:
+        """Neighbouring ranks that divide heads among themselves, and have the rows of all of them meanwhile."""
+        return self.ranks if self.strategy == "heads" else self.inner if self.divides_both else 1
+
+    @cached_property
+    def of_some_heads(self) -> ShardPlan:
+        """Of strategies of two dimensions: what ranks that have the same heads do, once they have the rows of all their
+        neighbours."""
+        n, sizes = self.shares, self.sizes
+        queries, keys = self.queries.of_neighbours(n), self.keys.of_neighbours(n)
+        strategy: Any = self.strategy.removeprefix(_HEADS)
+        return replace(
+            self, strategy=strategy, ranks=queries.ranks, inner=1, group=sizes.heads // sizes.kv_heads,
+            sizes=replace(sizes, heads=sizes.heads // n, kv_heads=max(1, sizes.kv_heads // n)),
+            queries=queries, keys=keys, tasks=_tasks(queries, self.sight), thought_of=None,
+            pairs=tuple(sum(self.pairs[r : r + n]) for r in range(0, self.ranks, n)),
+            links=replace(self.links, per_host=max(1, self.links.per_host // n)),
+        )  # fmt: skip
+
     @cached_property
     def told(self) -> str:
         """The plan in a line, for ranks to compare."""
-        sizes = self.sizes
-        made_of = repr(
-            (
-                sizes,
-                self.q_offset,
-                self.ranks,
-                self.strategy,
-                self.steps(0),
-                self.keeps,
-                self.queries,
-                self.keys,
-                self.tasks,
-            )
-        )
-        digest = hashlib.sha256(made_of.encode()).hexdigest()[:8]
+        sizes, made_of = self.sizes, [self.sizes, self.q_offset, self.ranks, self.strategy, self.queries, self.keys]
+        if self.divides_both:
+            made_of += [self.shares, self.of_some_heads.told]
+        else:
+            made_of += [self.steps(0), self.keeps, self.tasks]
+        digest = hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
         return f"{self.strategy}, {self.balance}, {sizes.q_len} queries, {sizes.kv_len} keys ({digest})"
 
     def needed(self, rank: int) -> Runs:
@@ -258,9 +279,11 @@ class ShardPlan:
         seconds, alone = self._seconds_of_pair, sum(self.pairs) * sum(self._seconds_of_pair)
         if self.strategy == "heads":
             return self._predicted_of_heads(seconds, alone)
+        if self.divides_both:
+            return self._predicted_of_both(alone)
         slowest, busiest, bound = (0.0, 0.0), (0, 0), "products"
         for rank in range(self.ranks):
-            inside, beyond = (n * self._of_row for n in self._received(rank))
+            inside, beyond = (n * self._of_row for n in self.received_rows(rank))
             travel = self._travel(rank)
             hidden = 1.0 if self.strategy == "ring" else self._own_share(rank) if self.overlaps else 0.0
             joining = self._joining(rank) if self.overlaps else 0.0
@@ -278,24 +301,34 @@ class ShardPlan:
         return Predicted(*slowest, alone, *busiest, bound)
 
     def _predicted_of_heads(self, seconds: tuple[float, float], alone: float) -> Predicted:
-        sizes, n = self.sizes, self.ranks
+        inside, beyond, travel = self._dealing
+        forward, backward = (sum(self.pairs) / self.ranks * s for s in seconds)
+        bound = "products" if forward > travel else _links(beyond)
+        return Predicted(forward + travel, backward + travel, alone, inside, beyond, bound)
+
+    def _predicted_of_both(self, alone: float) -> Predicted:
+        (inside, beyond, travel), found = self._dealing, self.of_some_heads.predicted
+        bound = found.bound if found.bound != "products" or found.forward > travel else _links(beyond)
+        near, far = inside + found.bytes_in_host, beyond + found.bytes_between
+        return Predicted(found.forward + travel, found.backward + travel, alone, near, far, bound)
+
+    @cached_property
+    def _dealing(self) -> tuple[int, int, float]:
+        """What a rank receives where its neighbours and it divide heads, one way: bytes from its host, bytes from
+        other hosts, and seconds. A forward sends query, key, value and out, and a backward their gradients."""
+        sizes, n = self.sizes, self.shares
         widths = sizes.head_dim + sizes.value_dim
-        elements = sizes.batch * (sizes.heads * sizes.q_len + max(sizes.kv_heads, n) * sizes.kv_len) * widths
-        moved = elements * sizes.element_bytes * (n - 1) // n**2
-        inside = min(n, self.links.per_host) - 1
-        share = inside / max(1, n - 1)
-        travel = moved * share / self.links.in_host + moved * (1 - share) / self.links.between
-        compute = [sum(self.pairs) / n * s for s in seconds]
-        bound = "products" if compute[0] > travel else "links between hosts" if share < 1 else "links of a host"
-        forward, backward = compute[0] + travel, compute[1] + 2 * travel
-        return Predicted(forward, backward, alone, round(moved * share), round(moved * (1 - share)), bound)
+        rows = sizes.heads * sizes.q_len + max(sizes.kv_heads, n) * sizes.kv_len
+        moved = sizes.batch * rows * widths * sizes.element_bytes * (n - 1) // (n * self.ranks)
+        inside = round(moved * (min(n, self.links.per_host) - 1) / max(1, n - 1))
+        return inside, moved - inside, inside / self.links.in_host + (moved - inside) / self.links.between
 
     def _travel(self, rank: int) -> float:
         """Seconds that the keys of a forward take to arrive."""
-        inside, beyond = self._received(rank)
+        inside, beyond = self.received_rows(rank)
         return self._of_row * (inside / self.links.in_host + beyond / self.links.between)
 
-    def _received(self, rank: int) -> tuple[int, int]:
+    def received_rows(self, rank: int) -> tuple[int, int]:
         """Rows of keys from other ranks of its host, and from other hosts."""
         needed, host = self.needed(rank), rank // self.links.per_host
         first = host * self.links.per_host
@@ -310,24 +343,26 @@ class ShardPlan:
 
     def explain(self) -> str:
         """The plan for a person. All times are predicted."""
-        return "\n".join(_lines(self))
+        return "\n".join(lines(self))
 
 
 def plan(
-    attention: Attention, *, ranks: int, batch: int = 1, heads: int, kv_heads: int | None = None, length: int,
-    kv_length: int | None = None, head_dim: int, value_dim: int | None = None, dtype: str = "bf16",
+    attention: Attention, *, ranks: int | tuple[int, int], batch: int = 1, heads: int, kv_heads: int | None = None,
+    length: int, kv_length: int | None = None, head_dim: int, value_dim: int | None = None, dtype: str = "bf16",
     q_offset: int | None = None, cu_seqlens: Sequence[int] | Tensor | None = None, strategy: str = AUTO,
     balance: str = AUTO, device: str | None = None, links: Links | None = None, **operands: Any,
 ) -> ShardPlan:  # fmt: skip
     """A plan for any number of ranks, of machines that need not be there.
 
-    length, kv_length: of the whole sequence. cu_seqlens: of sequences packed into one batch row, the first row of each,
-    and the end of the last; positions, lengths and `batch` are then those of a sequence. head_dim, value_dim: of latent
-    attention the widths of its queries, nope + rope, or rank + rope where they are latent already, and of its output.
-    operands: numbers that the mask reads, and the tensors whose values decide which keys are seen, such as document
-    ids; a plan that stands on values holds for these alone. strategy: "gather", "ring", "exchange", "heads", or "auto";
-    balance: "contiguous", "zigzag", "striped", "pairs", or "auto", which takes what is predicted to be fastest. device:
-    a name such as "h100"; this machine where not given.
+    ranks: how many. Two numbers, such as (4, 8), where they lie along an outer and an inner dimension of a mesh: those
+    of the inner one may then divide heads. length, kv_length: of the whole sequence. cu_seqlens: of sequences packed
+    into one batch row, the first row of each, and the end of the last; positions, lengths and `batch` are then those of
+    a sequence. head_dim, value_dim: of latent attention the widths of its queries, nope + rope, or rank + rope where
+    they are latent already, and of its output. operands: numbers that the mask reads, and the tensors whose values
+    decide which keys are seen, such as document ids; a plan that stands on values holds for these alone. strategy:
+    "gather", "ring", "exchange", "heads", of two dimensions also "heads+ring" and "heads+exchange"; balance:
+    "contiguous", "zigzag", "striped", "pairs". "auto" takes what is predicted to be fastest. device: a name such as
+    "h100"; this machine where not given.
 
     Raises WeftError for sizes and names that are none.
     """
@@ -335,11 +370,12 @@ def plan(
     keys = length if kv_length is None else kv_length
     sizes = Shape(batch, heads, (1 if is_latent else heads) if kv_heads is None else kv_heads, length, keys, head_dim,
                   head_dim if value_dim is None else value_dim, dtype)  # fmt: skip
-    _check(ranks, sizes, strategy, balance, is_latent)
+    mesh = ranks if isinstance(ranks, tuple) else (ranks,)
+    _check(mesh, sizes, strategy, balance, is_latent)
     starts = None if cu_seqlens is None else _starts(cu_seqlens, sizes, q_offset)
     offset = keys - length if q_offset is None else q_offset
     machine = hardware.this_machine() if device is None else hardware.by_name(device)
-    asked = attention, sizes, offset, ranks, machine, links or Links(), starts, strategy, balance
+    asked = attention, sizes, offset, mesh, machine, links or Links(), starts, strategy, balance
     if all(isinstance(v, (int, float)) for v in operands.values()):
         return _kept(*asked, tuple((n, type(v), v) for n, v in sorted(operands.items())))
     return _planned(*asked, operands)
@@ -354,7 +390,7 @@ def _kept(*asked: Any) -> ShardPlan:
 
 
 def _planned(
-    attention: Attention, sizes: Shape, offset: int, ranks: int, machine: Hardware, links: Links,
+    attention: Attention, sizes: Shape, offset: int, mesh: tuple[int, ...], machine: Hardware, links: Links,
     starts: tuple[int, ...] | None, strategy: str, balance: str, operands: Mapping[str, Any],
 ) -> ShardPlan:  # fmt: skip
     sight: Sight | PackedSight
@@ -363,12 +399,18 @@ def _planned(
     else:
         sight = PackedSight(attention, sizes, starts, operands)
     looked_at = {n: operands[n] for n in sorted(sight.stands_on)}
-    maker = _Maker(attention, sizes, offset, ranks, machine, links, sight, looked_at, starts)
+    inner = mesh[1] if len(mesh) == 2 else 1
+    maker = _Maker(attention, sizes, offset, math.prod(mesh), inner, machine, links, sight, looked_at, starts)
     return maker.best(strategy, balance)
 
 
 def plan_of_sizes(
-    attention: Attention, sizes: Shape, ranks: int, per_host: int, device: str | None, operands: Mapping[str, Any]
+    attention: Attention,
+    sizes: Shape,
+    ranks: int | tuple[int, int],
+    per_host: int,
+    device: str | None,
+    operands: Mapping[str, Any],
 ) -> ShardPlan:
     """The same for the sizes of a call, of hosts with so many devices."""
     return plan(
@@ -403,12 +445,15 @@ def _starts(given: Sequence[int] | Tensor, sizes: Shape, q_offset: int | None) -
     return starts
 
 
-def _check(ranks: int, sizes: Shape, strategy: str, balance: str, is_latent: bool) -> None:
-    numbers = {"ranks": ranks, "batch": sizes.batch, "heads": sizes.heads, "kv_heads": sizes.kv_heads,
+def _check(mesh: tuple[Any, ...], sizes: Shape, strategy: str, balance: str, is_latent: bool) -> None:
+    numbers = {"batch": sizes.batch, "heads": sizes.heads, "kv_heads": sizes.kv_heads,
                "length": sizes.q_len, "kv_length": sizes.kv_len, "head_dim": sizes.head_dim}  # fmt: skip
     problems = [
         Problem(option=n, expected="a positive int", got=shown(v)) for n, v in numbers.items() if not is_int(v, least=1)
     ]
+    if len(mesh) > 2 or not all(is_int(n, least=1) for n in mesh):
+        got = shown(mesh[0] if len(mesh) == 1 else mesh)
+        problems.insert(0, Problem(option="ranks", expected="a positive int, or two of them", got=got))
     for name, value, known in (("strategy", strategy, STRATEGIES), ("balance", balance, BALANCES)):
         if value not in (AUTO, *known):
             problems.append(Problem(option=name, expected=f"one of {', '.join((AUTO, *known))}", got=shown(value)))
@@ -420,8 +465,13 @@ def _check(ranks: int, sizes: Shape, strategy: str, balance: str, is_latent: boo
         problems.append(Problem(option="kv_heads", expected="1, as a latent cache has", got=str(sizes.kv_heads)))
     if problems:
         raise WeftError.of("plan", *problems)
-    if strategy == "heads" and (why := _not_by_heads(sizes, ranks, is_latent)):
-        raise WeftError(f"plan: strategy='heads': {why}")
+    why = None
+    if strategy == "heads":
+        why = _not_by_heads(sizes, math.prod(mesh), is_latent)
+    elif strategy.startswith(_HEADS):
+        why = _ONE_DIMENSION if len(mesh) == 1 else _not_by_heads(sizes, mesh[1], is_latent)
+    if why:
+        raise WeftError(f"plan: strategy={strategy!r}: {why}")
 
 
 def _seconds_of_a_pair(sizes: Shape, machine: Hardware) -> tuple[float, float]:
@@ -450,6 +500,7 @@ class _Maker:
     sizes: Shape
     q_offset: int
     ranks: int
+    inner: int  # of them, along the inner dimension of a mesh
     machine: Hardware
     links: Links
     sight: Sight | PackedSight
@@ -489,11 +540,16 @@ class _Maker:
             for kind in STRATEGIES if strategy == AUTO else (strategy,):
                 if kind == "gather" and strategy == AUTO:  # exchange never sends more
                     continue
-                if kind == "heads" and (
-                    name != names[0] or _not_by_heads(self.sizes, self.ranks, self.attention.latent is not None)
-                ):
+                if kind == "heads" and (name != names[0] or not self._by_heads(self.ranks)):
                     continue  # rows lie in order again: one balance is as good as another
-                most = sum(pairs) / self.ranks if kind == "heads" else max(pairs)
+                if (
+                    kind.startswith(_HEADS)
+                    and strategy == AUTO
+                    and not (1 < self.inner < self.ranks and self._by_heads(self.inner))
+                ):
+                    continue  # of one dimension it is another strategy
+                shares = self.ranks if kind == "heads" else self.inner if kind.startswith(_HEADS) else 1
+                most = max(sum(pairs[r : r + shares]) for r in range(0, self.ranks, shares)) / shares
                 found.append((most, partial(_of_strategy, dealt, kind)))
         return sorted(found, key=lambda candidate: candidate[0])
 
@@ -501,16 +557,16 @@ class _Maker:
         queries = self._deal(balance)
         alike = self.sizes.q_len == self.sizes.kv_len
         keys = queries if alike else rows.contiguous(self.sizes.kv_len, self.ranks)
-        own = [queries.rows(rank) for rank in range(self.ranks)]
-        seen = dict(zip(every := [run for of_rank in own for run in of_rank], self.sight.keys_of(every)))
-        tasks = tuple(tuple(Task(run, seen[run]) for run in of_rank) for of_rank in own)
         pairs = self._pairs_of(queries)
         versions = {n: v._version for n, v in self.looked_at.items() if isinstance(v, Tensor)}
         return ShardPlan(
             self.attention, self.sizes, self.q_offset, self.ranks, "exchange", balance, queries,  # type: ignore[arg-type]
-            keys, tasks,
-            pairs, self.machine, self.links, self.sight, self.starts, self.looked_at, versions,
+            keys, _tasks(queries, self.sight), pairs, self.machine, self.links, self.sight, self.starts, self.inner,
+            looked_at=self.looked_at, versions=versions,
         )  # fmt: skip
+
+    def _by_heads(self, ranks: int) -> bool:
+        return _not_by_heads(self.sizes, ranks, self.attention.latent is not None) is None
 
     def _chunks(self, balance: str) -> Runs:
         """Of a deal by visible pairs: chunks as long as each other, apart from the last. Of others their own."""
@@ -555,6 +611,17 @@ class _Maker:
         return {}
 
 
+def _tasks(queries: Deal, sight: Sight | PackedSight) -> tuple[tuple[Task, ...], ...]:
+    """Of each rank."""
+    own = [queries.rows(rank) for rank in range(queries.ranks)]
+    seen = dict(zip(every := [run for of_rank in own for run in of_rank], sight.keys_of(every)))
+    return tuple(tuple(Task(run, seen[run]) for run in of_rank) for of_rank in own)
+
+
+def _links(beyond: int) -> str:
+    return "links between hosts" if beyond else "links of a host"
+
+
 def _of_strategy(dealt: Callable[[], ShardPlan], strategy: str) -> ShardPlan:
     return replace(dealt(), strategy=strategy)  # type: ignore[arg-type]
 
@@ -567,53 +634,3 @@ def stands_on(plan: ShardPlan, name: str, given: Any) -> bool:
         is_same = known is given or (known.data_ptr() == given.data_ptr() and known.shape == given.shape)
         return is_same and given._version == plan.versions[name]
     return type(known) is type(given) and bool(known == given)
-
-
-# -- for people --------------------------------------------------------------------------------------------------------
-_SHOWN = 16  # ranks
-
-
-def _lines(p: ShardPlan) -> Iterator[str]:
-    sizes, found = p.sizes, p.predicted
-    heads = str(sizes.heads) if sizes.heads == sizes.kv_heads else f"{sizes.heads}/{sizes.kv_heads}"
-    where = f"{p.links.per_host} a host, {p.hardware.title}"
-    yield f"variant    {p.attention.name} over {counted(p.ranks, 'rank')}, {where}"
-    yield (
-        f"sequence   {sizes.q_len:,} queries, {sizes.kv_len:,} keys; B {sizes.batch} H {heads} D {sizes.head_dim}"
-        f" Dv {sizes.value_dim} {sizes.dtype}"
-    )
-    chunks = len(p.queries.owners) // p.ranks
-    yield f"rows       {p.balance}: {counted(chunks, 'chunk')} of {p.queries.chunk:,} queries a rank"
-    if p.starts is not None:
-        yield f"packed     {counted(len(p.starts) - 1, 'sequence')}"
-    meanwhile = ", and computes its own keys meanwhile" if p.strategy == "exchange" and p.overlaps else ""
-    yield f"strategy   {p.strategy}: {_STRATEGY_WORDS[p.strategy]}{meanwhile}"
-    if p.looked_at:
-        yield f"stands on  the values of {', '.join(p.looked_at)}"
-    most, mean = max(p.pairs), sum(p.pairs) / p.ranks
-    if p.strategy != "heads":
-        yield f"pairs      {mean:,.0f} a rank and head, the most {most / mean if mean else 1:.3f} of that"
-        yield "rank  queries                          keys needed   received in host   received between hosts"
-        for rank in range(min(p.ranks, _SHOWN)):
-            inside, beyond = p._received(rank)
-            own = ", ".join(f"{a:,}-{b - 1:,}" for a, b in p.queries.rows(rank)[:2]) or "none"
-            own += ", ..." if len(p.queries.rows(rank)) > 2 else ""
-            yield f"{rank:>4}  {own:<31}  {count(p.needed(rank)):>12,}  {inside:>17,}  {beyond:>23,}"
-        if p.ranks > _SHOWN:
-            yield f"      and {p.ranks - _SHOWN} more"
-    near, far = (f"{n / 1e6:,.1f} MB" for n in (found.bytes_in_host, found.bytes_between))
-    yield f"received   by the busiest rank {near} in a host and {far} between hosts; gradients go the same way back"
-    yield (
-        f"predicted  forward {found.forward * 1e3:,.3f} ms, backward {found.backward * 1e3:,.3f} ms: {found.gain:.2f}"
-        f" times one device, bound by {found.bound}"
-    )
-    for name, seconds, gain in p.others:
-        yield f"           {name}: {seconds * 1e3:,.3f} ms both ways, {gain:.2f} times"
-
-
-_STRATEGY_WORDS: dict[str, str] = {
-    "gather": "every rank gets all keys, and computes its queries at once",
-    "exchange": "every rank gets the keys that its queries may see",
-    "ring": "every rank gets these keys from one rank after the other, and keeps none of them",
-    "heads": "every rank gets all rows of its share of the heads, and gives the output back",
-}

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from weft.distributed import ContextParallel, ShardedDenseCache, ShardedPagedCache
@@ -33,7 +34,7 @@ from ..fuzz.invoke import draw_call
 from ..fuzz.judge import compare, declaration, declared, refusal, start
 from .on_ranks import on_ranks
 
-DIVIDED = [(s, b) for s in ("exchange", "ring", "gather", "heads", "auto")
+DIVIDED = [(s, b) for s in ("exchange", "ring", "gather", "heads", "heads+ring", "heads+exchange", "auto")
            for b in ("contiguous", "zigzag", "striped", "pairs", "auto")]  # fmt: skip
 
 
@@ -45,7 +46,6 @@ def is_taken(call: Call) -> bool:
         0 in (call.q_len, call.kv_len)
         or call.fp8
         or call.pages
-        or call.form
         or isinstance(call.q_offset, tuple)
         or "16" in call.dtype
     ):
@@ -53,11 +53,12 @@ def is_taken(call: Call) -> bool:
     return lens is None or (packed and call.q_offset is None)
 
 
-def drawn(seed: str) -> Iterator[Built]:
-    """Calls whose tensors can be made."""
+def drawn(seed: str, only: str = "") -> Iterator[Built]:
+    """Calls whose tensors can be made. only: "latent", "dropout", or "plain", which has neither."""
     random = Random(seed)
     variant = draw_variant(random, "cpu")
-    if variant.latent is not None or variant.dropout is not None:
+    kinds = [n for n in ("latent", "dropout") if getattr(variant, n) is not None] or ["plain"]
+    if only and only not in kinds:
         return
     for _ in range(40):
         try:
@@ -75,8 +76,10 @@ def over_ranks(
     """out, lse and gradients, whole, of a call whose rows lie on several ranks."""
     call, variant = built.call, declared(built.variant)
     strategy, balance = random.choice(DIVIDED)
-    if strategy == "heads" and (call.heads % cp.ranks or (call.kv_heads % cp.ranks and cp.ranks % call.kv_heads)):
-        strategy = "exchange"
+    if strategy.startswith("heads"):
+        shares = cp.ranks if strategy == "heads" else cp.shape[1] if cp.shape else 0
+        even = shares and not call.heads % shares and not (call.kv_heads % shares and shares % call.kv_heads)
+        strategy = strategy if even and variant.latent is None else "exchange"
     numbers: dict[str, Any] = dict(call.scalars)
     operands = {n: t for n, t in built.tensors.items() if n not in built.names}
     read = {p.name for p in variant.canonical.parameters}
@@ -93,13 +96,19 @@ def over_ranks(
         **where, **{n: v for n, v in numbers.items() if n in read}, **looked_at,
     )  # fmt: skip
     plan = replace(plan)  # plans of the same numbers are one object
-    plan.__dict__["overlaps"] = random.random() < 0.5 if plan.strategy == "exchange" else plan.overlaps
-    main = {n: cp.shard(built.tensors[n].detach(), plan).requires_grad_(n in call.wanted) for n in built.names}
-    given = {n: t.detach().requires_grad_(n in call.wanted) for n, t in operands.items()}
+    travels = plan.of_some_heads if plan.divides_both else plan
+    travels.__dict__["overlaps"] = random.random() < 0.5 if travels.strategy == "exchange" else travels.overlaps
+    of_rows = [n for n in built.names if n not in ("uk", "uv")]
+    main = {n: cp.shard(built.tensors[n].detach(), plan).requires_grad_(n in call.wanted) for n in of_rows}
+    given = {n: t.detach().requires_grad_(n in call.wanted) for n, t in built.tensors.items() if n not in main}
     for n in looked_at:
         if n in plan.looked_at:
             plan.looked_at[n] = given[n]  # type: ignore[index]
-    found = cp.attention(variant, *main.values(), plan=plan, return_lse=call.lse, **given, **numbers)
+    options: dict[str, Any] = {"form": call.form} if call.form in ("expanded", "absorbed") else {}
+    if built.variant.dropout is not None:
+        is_tensor = call.seed % 4 == 1
+        options |= {"seed": torch.tensor([call.drop_seed]) if is_tensor else call.drop_seed, "train": call.train}
+    found = cp.attention(variant, *main.values(), plan=plan, return_lse=call.lse, **options, **given, **numbers)
     out, lse = found if call.lse else (found, None)
     results = {"out": cp.unshard(out.detach(), plan)}
     if lse is not None:
@@ -151,14 +160,17 @@ def from_a_cache(group: Any, built: Built, random: Random) -> dict[str, Tensor]:
     return {"out": cache.unshard(out)} | ({} if lse is None else {"lse": cache.unshard(lse)})
 
 
-def work(rank: int, cases: int, seed: str, ranks: int, decodes: bool) -> list[str]:
+def work(rank: int, cases: int, seed: str, ranks: int, decodes: bool, only: str = "", first: int = 1) -> list[str]:
     """What is wrong, and a line of what was done."""
-    groups = {n: dist.new_group(list(range(n))) for n in range(2, ranks + 1)}
-    contexts = {n: ContextParallel(g) for n, g in groups.items() if rank < n}
-    wrong, done, number = [], Counter[str](), 0
+    groups = {str(n): dist.new_group(list(range(n))) for n in range(2, ranks + 1)}
+    contexts = {n: ContextParallel(g) for n, g in groups.items() if rank < int(n)}
+    if ranks == 4 and not decodes:
+        groups["2x2"] = mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        contexts["2x2"] = ContextParallel(mesh, dim=("outer", "inner"))
+    wrong, done, number = [], Counter[str](), first - 1
     while sum(done.values()) < cases:
         number += 1
-        for built in drawn(f"{seed}.{number}"):
+        for built in drawn(f"{seed}.{number}", "plain" if decodes else only):
             random = Random(f"{seed}.{number}.{built.call.seed}")
             if decodes and not is_decoded(built):
                 continue
@@ -195,10 +207,13 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", default="0")
     parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--only", default="", choices=["latent", "dropout", "plain"], help="variants of this kind")
+    parser.add_argument("--first", type=int, default=1, help="the number of the first case, as failures have it")
     parser.add_argument("--decode", action="store_true", help="keys lie in a cache")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        one = partial(work, cases=given.cases, seed=given.seed, ranks=given.ranks, decodes=given.decode)
+        one = partial(work, cases=given.cases, seed=given.seed, ranks=given.ranks, decodes=given.decode,
+                      only=given.only, first=given.first)  # fmt: skip
         wrong = on_ranks(given.ranks, one, Path(folder), timeout=300.0)
     print("\n".join(filter(None, wrong)))
     return int(any(wrong))

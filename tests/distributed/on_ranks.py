@@ -164,8 +164,8 @@ def compare(
                    balance=balance, **call.numbers, **looked_at)  # fmt: skip
     plan = replace(plan)  # plans of equal numbers are one
     if overlaps is not None:
-        plan.__dict__["overlaps"] = overlaps
-        plan.__dict__["keeps"] = lengths[0] % 3 == 0
+        (plan.of_some_heads if plan.divides_both else plan).__dict__["overlaps"] = overlaps
+        (plan.of_some_heads if plan.divides_both else plan).__dict__["keeps"] = lengths[0] % 3 == 0
     shards = call.leaves({n: (cp.shard(t, plan) if n in call.shapes else t).to(device) for n, t in call.whole.items()})
     for n in plan.looked_at:
         if n in shards:

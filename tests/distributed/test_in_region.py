@@ -59,8 +59,36 @@ def compared(rank: int) -> list[str]:
             for name, found, exact in zip("qkv", tensors, right, strict=True):
                 if not torch.allclose(found.grad, cp.shard(exact.grad, plan), atol=1e-5):  # type: ignore[arg-type]
                     wrong.append(f"{variant.name} {balance}: gradient of {name}")
+        wrong += _of_a_cache(mesh, balance)
     options.enable_load_balance = True
     return wrong + refused(mesh, whole[0])
+
+
+def _of_a_cache(mesh: Any, balance: str) -> list[str]:
+    """Latent attention, of queries that are latent already and of others."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    plain = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=8, rope=8), scale=0.3, name="mla")
+    generator, wrong = torch.Generator().manual_seed(5), list[str]()
+    query, cache = (torch.randn(2, n, L, 16, generator=generator) for n in (4, 1))
+    projections = {n: torch.randn(4, 8, 8, generator=generator) for n in ("uk", "uv")}
+    for given in ({}, projections):
+        own = {n: t.clone().requires_grad_() for n, t in given.items()}
+        expected, right = (
+            plain(query, cache, **given).detach(),
+            {n: t.clone().requires_grad_() for n, t in given.items()},
+        )
+        if given:
+            plain(query, cache, **right).sum().backward()
+        rows = [query.clone(), cache.clone(), expected]
+        with context_parallel(mesh, buffers=rows, buffer_seq_dims=[2] * 3):
+            out = plain(*rows[:2], **own)
+            if own:
+                out.sum().backward()
+            same = torch.allclose(out, rows[2], atol=1e-5)
+        same = same and all(torch.allclose(own[n].grad, right[n].grad, atol=1e-3) for n in own)  # type: ignore[arg-type]
+        wrong += [] if same else [f"latent attention {balance} {[*given]}"]
+    return wrong
 
 
 def refused(mesh: Any, whole: Tensor) -> list[str]:
@@ -81,7 +109,7 @@ def refused(mesh: Any, whole: Tensor) -> list[str]:
             "torch's context parallel is on, and deals rows": lambda: causal(
                 *[DTensor.from_local(local, mesh, [Shard(2)], run_check=False)] * 3
             ),
-            "latent attention is not divided by sequence": lambda: mla(local, local[:, :1]),
+            "as many queries as keys on each rank, got 16 and 3": lambda: mla(local, local[:, :1, :3]),
             "reference has this rank's rows alone": lambda: causal.reference(local, local, local),
             "calls over ranks are not traced by torch.compile": lambda: compiled(local, local, local),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,7 @@ def _some(rank: int) -> list[str]:
         *_dropped(rank),
         *_refused(rank),
         *_in_other_words(rank),
+        *_of_two_dimensions(rank),
         *_packed(rank, 26),
         *_without_one(rank),
     ]
@@ -160,12 +162,43 @@ def _in_other_words(rank: int) -> list[str]:
     cp = ContextParallel(mesh, dim="cp", agree=False)
     wrong = compare(cp, "causal", "auto", "auto", (70, 70), 2, torch.bfloat16)
     wrong += compare(cp, "sink", "exchange", "zigzag", (96, 96), 2, torch.bfloat16, overlaps=True)
-    try:
-        ContextParallel(mesh)
-    except weft.WeftError as error:
-        if "pass dim=, one of dp, cp" not in str(error):
-            wrong.append(str(error))
+    refused = {"pass dim=, one of dp, cp, or two of them": None, "expected two of dp, cp, in this order": ("cp", "dp")}
+    for expected, dim in refused.items():
+        try:
+            ContextParallel(mesh, dim)  # type: ignore[arg-type]
+        except weft.WeftError as error:
+            wrong += [] if expected in str(error) else [str(error)]
+        else:
+            wrong.append(f"{expected!r} was not said")
     return wrong
+
+
+def _of_two_dimensions(rank: int) -> list[str]:
+    """Neighbours divide heads, and keys travel between the others."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "heads"))
+    cp, wrong = ContextParallel(mesh, dim=("hosts", "heads")), list[str]()
+    ring, exchange, packed = "heads+ring", "heads+exchange", PACKED[2]
+    calls: list[tuple[str, str, str, tuple[int, int], int, dict[str, Any]]] = [
+        ("sink", ring, "zigzag", (96, 96), 2, {}), ("alibi", exchange, "pairs", (45, 80), 1, {"overlaps": True}),
+        ("heads", ring, "striped", (70, 70), 4, {}), ("sigmoid", exchange, "zigzag", (3, 3), 2, {}),
+        ("dropout of a share", exchange, "contiguous", (96, 96), 1, {"overlaps": False}),
+        ("documents", exchange, "pairs", (96, 96), 2, {}),
+        ("dropout", ring, "zigzag", (70, 70), 4, {"starts": packed[1]}),
+        ("bias", exchange, "striped", (70, 70), 1, {"starts": packed[1]}),
+        ("causal", "auto", "auto", (70, 70), 2, {}),
+    ]  # fmt: skip
+    for name, strategy, balance, lengths, kv_heads, more in calls:
+        wrong += compare(cp, name, strategy, balance, lengths, kv_heads, **more)
+    causal = variants(8)["causal"][0]
+    sizes: dict[str, Any] = {"heads": H, "length": 32, "head_dim": D, "dtype": "fp32", "strategy": ring}
+    try:
+        cp.attention(causal, *[torch.randn(1, H, 8, D)] * 3, plan=weft.distributed.plan(causal, ranks=(4, 1), **sizes))
+    except weft.WeftError as error:
+        expected = "expected a plan for ranks along (2, 2), got one for (4, 1); cp.plan makes it"
+        return wrong if expected in str(error) else [*wrong, str(error)]
+    return [*wrong, "a plan of another mesh"]
 
 
 def _without_one(rank: int) -> list[str]:

@@ -70,11 +70,11 @@ def test_every_visible_pair_is_in_one_portion(name: str, lengths: tuple[int, int
 def test_only_what_is_seen_is_received() -> None:
     made = plan(RECENT, ranks=8, length=8192, window=100, balance="contiguous", strategy="exchange", **SIZES)
     assert [count(made.needed(r)) for r in range(8)] == [1024, *[1024 + 99] * 7]
-    assert made._received(3) == (99, 0) and not made.overlaps  # so few are waited for
+    assert made.received_rows(3) == (99, 0) and not made.overlaps  # so few are waited for
     wide = plan(RECENT, ranks=8, length=8192, window=8000, balance="contiguous", strategy="exchange", **SIZES)
     assert count(wide.needed(7)) == 8192
     far = plan(CAUSAL, ranks=4, length=4096, strategy="ring", balance="zigzag", links=Links(per_host=2), **SIZES)
-    assert far._received(0) == (1024, 2048) and [len(far.steps(r)) for r in range(4)] == [4] * 4
+    assert far.received_rows(0) == (1024, 2048) and [len(far.steps(r)) for r in range(4)] == [4] * 4
 
 
 def test_balance_follows_visible_pairs() -> None:
@@ -180,6 +180,43 @@ def test_a_plan_says_what_it_does() -> None:
     assert "heads: every rank gets all rows of its share of the heads" in by_heads and "keys needed" not in by_heads
 
 
+def test_heads_are_divided_among_neighbours() -> None:
+    """Rows are those of the balance, whatever the strategy; ranks with the same heads have those of all neighbours."""
+    sizes: dict[str, Any] = {**SIZES, "heads": 32, "kv_heads": 4, "length": 1 << 17}
+    for balance in BALANCES:
+        made = plan(CAUSAL, ranks=(4, 8), strategy="heads+ring", balance=balance, **sizes)
+        flat = plan(CAUSAL, ranks=32, strategy="ring", balance=balance, **sizes)
+        assert made.queries == flat.queries and made.pairs == flat.pairs
+        few = made.of_some_heads
+        assert (few.strategy, few.ranks, few.sizes.heads, few.sizes.kv_heads, few.group) == ("ring", 4, 4, 1, 8)
+        for host in range(4):
+            own = rows.joined(run for rank in range(8 * host, 8 * host + 8) for run in made.queries.rows(rank))
+            assert few.queries.rows(host) == own and few.pairs[host] == sum(made.pairs[8 * host : 8 * host + 8])
+
+
+def test_heads_are_divided_within_hosts_where_links_between_them_are_slow() -> None:
+    sizes: dict[str, Any] = {**SIZES, "heads": 32, "kv_heads": 8, "length": 1 << 17}
+    made = plan(CAUSAL, ranks=(4, 8), **sizes)
+    assert made.strategy == "heads+exchange" and made.predicted.gain > 29
+    assert {name.split(",")[0] for name, _, _ in made.others} == {"exchange", "ring", "heads", "heads+ring"}
+    assert plan(CAUSAL, ranks=32, **sizes).predicted.gain < 28 and plan(RECENT, ranks=(4, 8), window=64, **sizes)
+    inside, beyond, seconds = made._dealing
+    assert beyond == 0 and seconds == inside / made.links.in_host
+    few = made.of_some_heads
+    assert few.links.per_host == 1 and few.received_rows(0)[0] == 0
+    alone = plan(CAUSAL, ranks=(1, 8), **sizes)  # of one dimension it is another strategy
+    assert alone.strategy in ("exchange", "heads") and plan(CAUSAL, ranks=(4, 1), **sizes).strategy in (
+        "exchange", "ring", "heads",
+    )  # fmt: skip
+    by_name = plan(CAUSAL, ranks=(2, 4), strategy="heads+ring", balance="zigzag", **sizes)
+    text = by_name.explain()
+    for words in ("causal over 8 ranks (2 x 4), 8 a host", "heads: every rank gets the rows of 4 neighbours, of its",
+                  "\n           then ring: every rank gets these keys", "of 4 ranks together and a head",
+                  "rank  queries", " 0-3  0-32,767, 98,304-131,071", " 4-7  32,768-98,303"):  # fmt: skip
+        assert words in text, text
+    assert by_name.told != plan(CAUSAL, ranks=(4, 2), strategy="heads+ring", balance="zigzag", **sizes).told
+
+
 def test_positions_cancel_where_they_can() -> None:
     """Then the kernels are those of one device."""
     alibi = weft.Attention(score + slopes[head] * (kv_pos - q_pos), masks.causal, name="alibi")
@@ -215,14 +252,26 @@ def test_deals() -> None:
 @pytest.mark.parametrize(
     ("variant", "changes", "message"),
     [
-        (CAUSAL, {"ranks": 0}, r"plan: ranks: expected a positive int, got 0"),
-        (CAUSAL, {"strategy": "tree"}, r"strategy: expected one of auto, exchange, ring, gather, heads, got 'tree'"),
+        (CAUSAL, {"ranks": 0}, r"plan: ranks: expected a positive int, or two of them, got 0"),
+        (
+            CAUSAL,
+            {"strategy": "tree"},
+            r"strategy: expected one of auto, exchange, ring, gather, heads, heads\+exchange, .*, got 'tree'",
+        ),
         (CAUSAL, {"balance": 3}, r"balance: expected one of auto, contiguous, zigzag, striped, pairs, got 3"),
         (CAUSAL, {"kv_heads": 3}, r"heads: expected a multiple of kv_heads 3, got 8"),
         (
             CAUSAL,
             {"ranks": 3, "strategy": "heads"},
             r"strategy='heads': expected a number of heads that 3 ranks divide",
+        ),
+        (CAUSAL, {"ranks": (2, 2, 2)}, r"ranks: expected a positive int, or two of them, got \(2, 2, 2\)"),
+        (CAUSAL, {"strategy": "heads+ring"}, r"'heads\+ring': expected two dimensions: ranks=\(outer, inner\)"),
+        (CAUSAL, {"ranks": (2, 3), "strategy": "heads+ring"}, r"a number of heads that 3 ranks divide, got 8"),
+        (
+            CAUSAL,
+            {"ranks": (2, 4), "heads": 12, "kv_heads": 3, "strategy": "heads+ring"},
+            r"key heads that divide 4 ranks, or the other way around, got 3",
         ),
         (RECENT, {}, r"recent: plan: window: missing; pass window=\.\.\., which the mask reads"),
         (MLA, {"kv_heads": 8}, r"kv_heads: expected 1, as a latent cache has, got 8"),

@@ -1,4 +1,4 @@
-"""Calls over two GPUs (NCCL): every strategy computes what the definition does, in bf16 and in float32."""
+"""Calls over two GPUs (NCCL), or four: every strategy computes what the definition does, in bf16 and in float32."""
 
 from __future__ import annotations
 
@@ -39,4 +39,24 @@ def _compared(share: int, rank: int) -> list[str]:
 @pytest.mark.parametrize("share", range(SHARES))
 def test_two_gpus_compute_the_definition(share: int, tmp_path: Path) -> None:
     wrong = on_ranks(2, partial(_compared, share), tmp_path, timeout=300.0, backend="nccl")
+    assert not any(wrong), "\n".join(wrong)
+
+
+def _of_two_dimensions(shape: tuple[int, int], rank: int) -> list[str]:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cuda", shape, mesh_dim_names=("hosts", "heads"))
+    cp, wrong = ContextParallel(mesh, dim=("hosts", "heads")), list[str]()
+    names = ("sink", "dropout", "heads", "bias")
+    for n, (name, balance) in enumerate(zip(names, ("zigzag", "contiguous", "striped", "pairs"))):
+        strategy, dtype = ("heads+ring", "heads+exchange")[n % 2], (torch.bfloat16, torch.float32)[n // 2]
+        wrong += compare(cp, name, strategy, balance, (400, 400), (4, 2, 1)[n % 3], dtype, "cuda", widths=(64, 64))
+    return wrong + compare(cp, "dropout", "heads+ring", "zigzag", (210, 210), 4, torch.bfloat16, "cuda",
+                           starts=(0, 70, 140, 210), widths=(64, 64))  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2)])
+def test_neighbours_divide_heads(shape: tuple[int, int], tmp_path: Path) -> None:
+    ranks = shape[0] * shape[1]
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    wrong = on_ranks(ranks, partial(_of_two_dimensions, shape), tmp_path, timeout=300.0, backend="nccl")
     assert not any(wrong), "\n".join(wrong)

@@ -130,6 +130,48 @@ def refusals() -> None:
     )
 
 
+def over_sequences() -> None:
+    """Dropout and latent attention of a sharded sequence: the numbers of one process, whatever the others divide."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    dropped, mla = (
+        VARIANTS["of everything"].replace(dropout=0.3, name="dropped"),
+        weft.Attention(mask=masks.causal, latent=weft.Latent(12, 4), name="mla"),
+    )
+    whole = {n: t.detach() for n, t in drawn("of everything", 4).items()}
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"query": (4, 8, 20, 12), "cache": (4, 1, 30, 16), "uk": (8, 12, 8), "uv": (8, 12, 24)}
+    latent = {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+    calls: list[tuple[weft.Attention, dict[str, Tensor], dict[str, Any], list[int]]] = [
+        (dropped, whole, {"seed": 9}, [2]), (dropped, whole, {"train": False}, [0, 2]), (mla, latent, {}, [2]),
+        (mla, latent, {}, [2, 1]), (mla, latent, {}, [0, 2]), (mla.replace(dropout=0.2), latent, {"seed": 3}, [2]),
+    ]  # fmt: skip
+    for variant, tensors, given, dims in calls:
+        mesh = init_device_mesh("cpu", (4,) if len(dims) == 1 else (2, 2))
+        right = {n: t.clone().requires_grad_() for n, t in tensors.items()}
+        main = [n for n in ("query", "key", "value", "cache") if n in tensors]
+        expected = variant(*(right[n] for n in main), **{n: right[n] for n in right if n not in main}, **given)
+        expected.square().sum().backward()
+        own = {n: t.clone().requires_grad_() for n, t in tensors.items()}
+        shards = {
+            n: distribute_tensor(
+                own[n].detach(), mesh, [Shard(d) if n != "cache" or d != 1 else Replicate() for d in dims]
+            ).requires_grad_()
+            for n in main
+        }
+        out = variant(*shards.values(), **{n: own[n] for n in own if n not in main}, **given)
+        out.square().sum().backward()
+        assert isinstance(out, DTensor) and torch.allclose(out.full_tensor(), expected, atol=1e-4, rtol=1e-4)
+        for n, t in right.items():
+            gradient = shards[n].grad.full_tensor() if n in main else own[n].grad  # type: ignore[union-attr]
+            error = (gradient - t.grad).abs().max() / t.grad.abs().max()  # type: ignore[operator, union-attr]
+            assert error < 1e-5, (variant.name, dims, n, error)
+    already = mla.replace(scale=0.2)
+    rows = [distribute_tensor(torch.randn(1, n, 12, 16, generator=generator), mesh, [Shard(2)]) for n in (8, 1)]
+    assert torch.allclose(already(*rows).full_tensor(), already(*(t.full_tensor() for t in rows)), atol=1e-5)
+
+
 def parallelized() -> None:
     """weft.nn under torch's own tensor parallelism: what is computed, and its gradients, are those of the whole."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -179,6 +221,7 @@ def child(rank: int, port: int, folder: Path) -> None:
     torch.distributed.init_process_group("gloo", rank=rank, world_size=4)
     compare()
     refusals()
+    over_sequences()
     parallelized()
     torch.distributed.destroy_process_group()
     (folder / str(rank)).touch()

@@ -98,6 +98,13 @@ def test_explain_says_what_the_method_says() -> None:
     assert output == variant.explain(shape, device="h100", window=64) + "\n"
 
 
+def test_explain_of_a_call_over_ranks() -> None:
+    causal = ("explain", "--mask", "kv_pos <= q_pos", "--heads", "32", "--q-len", "131072", "--device", "h100")
+    assert "over 8 ranks, 8 a host" in succeeds(*causal, "--mesh", "8")
+    output = succeeds(*causal, "--mesh", "4x8")
+    assert "over 32 ranks (4 x 8), 8 a host" in output and "\n           then " in output
+
+
 def test_explain_of_a_sink() -> None:
     written = ("--mask", "kv_pos <= q_pos", "--sink", "sinks[head]", "--tensor", "sinks:1", "--name", "learned")
     output = succeeds("explain", *written, *SHAPE, "--device", "h100")
@@ -386,6 +393,7 @@ def test_what_takes_long_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) 
         ),
         (["--sink", "kv_pos", "--mask", "True"], "--sink: expected lengths, heads, batch and operands, got `kv_pos`"),
         (["--scale", "q_pos", "--mask", "True"], "--scale: expected lengths, heads and operands, got `q_pos`"),
+        (["--mask", "True", "--mesh", "2x"], "--mesh: expected N, or OUTERxINNER, got '2x'$"),
         ([*LOCAL, "--set", "window=3"], "--set: expected each operand once, got window several times"),
         (
             [*LOCAL[:-2], "--set", "windw=3"],

@@ -1,0 +1,60 @@
+"""Process groups along the dimensions of a mesh."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.distributed as dist
+
+from ..ir.errors import WeftError, shown
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Dim = str | int
+
+
+class Groups(NamedTuple):
+    """Of this process."""
+
+    every: Any  # along all dimensions that are named
+    outer: Any = None  # along each of two
+    inner: Any = None
+
+
+def groups_of(mesh: DeviceMesh | dist.ProcessGroup | None, dim: Dim | tuple[Dim, Dim] | None) -> Groups:
+    """Groups along one dimension of a mesh, or two.
+
+    mesh: a group is one already; all ranks where not given. Raises WeftError for dimensions that are none.
+    """
+    if mesh is None or isinstance(mesh, dist.ProcessGroup):
+        if isinstance(dim, tuple):
+            raise WeftError(f"ContextParallel: dim={shown(dim)} are dimensions of a mesh; pass a DeviceMesh")
+        return Groups(mesh or dist.group.WORLD)
+    names: tuple[Dim, ...] = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+    if isinstance(dim, tuple):
+        return _of_two(mesh, names, dim)
+    if dim is None and mesh.ndim != 1:
+        raise WeftError(
+            f"ContextParallel: the mesh has {mesh.ndim} dimensions; pass dim=, one of {', '.join(map(str, names))}, or "
+            "two of them, (outer, inner)"
+        )
+    return Groups(mesh.get_group(0 if dim is None else dim))
+
+
+def _of_two(mesh: DeviceMesh, names: tuple[Dim, ...], dims: tuple[Dim, ...]) -> Groups:
+    numbers = [names.index(d) if d in names else d for d in dims]
+    known = all(isinstance(n, int) and 0 <= n < mesh.ndim for n in numbers)
+    if len(numbers) != 2 or not known or numbers[0] >= numbers[1]:  # type: ignore[operator]
+        raise WeftError(
+            f"ContextParallel: dim: expected two of {', '.join(map(str, names))}, in this order, (outer, inner), got "
+            f"{shown(dims)}"
+        )
+    here = mesh.get_coordinate()
+    assert here is not None, "a process of the mesh"
+    members = mesh.mesh[tuple(slice(None) if n in numbers else at for n, at in enumerate(here))].flatten().tolist()
+    if members != sorted(members):  # groups number their ranks so
+        raise WeftError(f"ContextParallel: expected a mesh whose ranks ascend along both dimensions, got {members}")
+    is_all = members == list(range(dist.get_world_size()))
+    every = dist.group.WORLD if is_all else dist.new_group(members, use_local_synchronization=True)
+    return Groups(every, *(mesh.get_group(n) for n in numbers))
