@@ -146,9 +146,6 @@ class Attention(Methods, Declaration):
             found = in_region.over_ranks(self, Main(query, key, value, rope), options, operands)
             if found is not None:
                 return found
-        if (options.are_read or getattr(key, "dtype", None) in FP8) and not dtensors.is_sharded(query):
-            main, options = conversion.converted(str(self.name), Main(query, key, value, rope), options, operands)
-            query, key, value, rope = main
         if is_traced or type(query) is not Tensor:
             found = self._elsewhere(Main(query, key, value, rope), options, operands, head_dim)
             if found is not None:
@@ -167,6 +164,9 @@ class Attention(Methods, Declaration):
             is_known = False
         if (not is_known or (value is None and self.latent is None)) and not are_jagged(query, key, value):
             self._check(query, key, value, operands, options.block_table is not None)
+        if options.are_read or key.dtype in FP8:
+            main, options = conversion.converted(str(self.name), Main(query, key, value, rope), options, operands)
+            query, key, value, rope = main
         if q_offset is None and not is_ragged:
             try:
                 q_offset = kv_rows - q_rows
@@ -226,6 +226,8 @@ class Attention(Methods, Declaration):
             return dtensors.of_shards(self, compute, main._asdict(), operands, options)
         if not torch.compiler.is_compiling():
             return None
+        if options.are_read or main.key.dtype in FP8:
+            main, options = conversion.converted(str(self.name), main, options, operands)
         out, lse = in_graphs.traced(self, self._internals, main, options, operands, head_dim)
         return (out, self._shown(lse)) if options.return_lse else out
 
