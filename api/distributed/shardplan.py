@@ -40,6 +40,8 @@ _FORWARD, _BACKWARD, _PRODUCTS = 0.8, 0.65, 2.5
 _NEAR = 1.03  # times as long as the fastest: plans that are as good
 _ONE_MORE = 150e-6  # seconds that one more call takes: its last tiles leave most of the device idle
 _ONE_DIMENSION = "expected two dimensions: ranks=(outer, inner) of a plan, dim=(outer, inner) of ContextParallel"
+_LITTLE_KEPT = 0.25  # of query and output, and their gradients: memory that keys of others may take until the backward
+_LONG_TO_BRING = 0.02  # of products: time that bringing keys again may take before they are kept
 _JOINED_BYTES = 24  # that joining two results moves for each element of out
 
 
@@ -195,9 +197,17 @@ class ShardPlan:
 
     @cached_property
     def keeps(self) -> bool:
-        """Whether the backward has the keys that the forward had: no more came from others than a rank has itself."""
+        """Whether the backward has the keys that the forward had: no more came from others than a rank has itself, and
+        they take little memory beside queries, or long to come again beside products."""
         others = max(count(without(self.needed(r), self.keys.rows(r))) for r in range(self.ranks))
-        return not others or (self.strategy != "ring" and others <= -(-self.sizes.kv_len // self.ranks))
+        if not others or self.strategy == "ring" or others > -(-self.sizes.kv_len // self.ranks):
+            return not others
+        sizes, busiest = self.sizes, max(range(self.ranks), key=self._travel)
+        # query and output, and their gradients, of a rank
+        held = 2 * sizes.batch * sizes.heads * (sizes.head_dim + sizes.value_dim) * sizes.q_len * sizes.element_bytes
+        products = self.pairs[busiest] * sum(self._seconds_of_pair)
+        is_small = others * self._of_row <= _LITTLE_KEPT * held / self.ranks
+        return is_small or self._travel(busiest) > _LONG_TO_BRING * products
 
     @cached_property
     def _of_row(self) -> int:

@@ -170,6 +170,16 @@ def test_what_is_predicted_decides() -> None:
     assert made.predicted.bound == "links between hosts" and made.predicted.gain < 1
 
 
+def test_keys_are_kept_where_they_take_little_memory_or_long_to_come() -> None:
+    """Of 128k tokens with a head of keys for each of queries bringing them takes 1 % of a step."""
+    long, short = 128 * 1024, 32 * 1024
+    assert not plan(CAUSAL, ranks=2, length=long, strategy="exchange", **SIZES).keeps
+    assert plan(CAUSAL, ranks=2, length=long, strategy="exchange", **{**SIZES, "heads": 32, "kv_heads": 8}).keeps
+    assert plan(CAUSAL, ranks=2, length=short, strategy="exchange", **{**SIZES, "heads": 32}).keeps
+    assert not plan(CAUSAL, ranks=2, length=short, strategy="ring", **SIZES).keeps
+    assert plan(RECENT, ranks=2, length=long, window=64, **SIZES).keeps
+
+
 def test_a_plan_says_what_it_does() -> None:
     text = plan(CAUSAL, ranks=32, length=1 << 17, strategy="ring", balance="zigzag", **SIZES).explain()
     for words in ("causal over 32 ranks, 8 a host, NVIDIA H100 SXM5", "131,072 queries, 131,072 keys; B 1 H 8 D 128",
