@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import ast
 import re
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 _SWITCH = re.compile(r"^([A-Z][A-Z0-9_]*) = (?:gl|tl)\.constexpr\((True|False)\)(?:  #.*)?$", re.MULTILINE)
+_LEAVES = (ast.Name, ast.Constant, ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.boolop)
 _ROUNDS = 16  # branches within branches, at most
 Switches: TypeAlias = "dict[str, bool]"
 
@@ -36,27 +38,58 @@ def decided(text: str) -> str:
     switches = {name: value == "True" for name, value in _SWITCH.findall(text)}
     if not switches:
         return text
+    named = re.compile(rf"\b(?:{'|'.join(switches)})\b")
     try:
-        for _ in range(_ROUNDS):
-            changed = _once(text, switches)
-            if changed == text:
-                break
-            text = changed
-        return _without_unused(text, switches)
+        parts = [_settled(part, switches, named) for part in _statements(f"{text}\n")]
+        return _without_unused("".join(parts)[:-1], switches, named)
     except SyntaxError:  # `generate` says so, and shows the lines
         return text
 
 
-def _once(text: str, switches: Switches) -> str:
+def _statements(text: str) -> list[str]:
+    """The statements of a module, each with the lines in front of it; what shares a line stays together."""
+    nodes = ast.parse(text).body
+    begins = [min(n.lineno, *(d.lineno for d in getattr(n, "decorator_list", ())), n.lineno) for n in nodes]
+    ends = [node.end_lineno or node.lineno for node in nodes]
+    cuts = [end for end, begin in zip(ends, begins[1:]) if end < begin]
+    lines = text.split("\n")
+    return ["\n".join([*lines[a:b], ""]) for a, b in zip([0, *cuts], [*cuts, len(lines) - 1])]
+
+
+def _settled(text: str, switches: Switches, named: re.Pattern[str]) -> str:
+    """What stays of a statement of a module."""
+    for _ in range(_ROUNDS):
+        if not named.search(text) or (changed := _once(text, switches, named)) == text:
+            break
+        text = changed
+    return text
+
+
+def _once(text: str, switches: Switches, named: re.Pattern[str]) -> str:
     """Every innermost branch that is decided, and every test of which a part is."""
     lines = text.split("\n")
-    edits = [edit for node in ast.walk(ast.parse(text)) if (edit := _edit_of(node, lines, switches)) is not None]
+    naming = [0, *accumulate(named.search(line) is not None for line in lines)]  # lines before this one that name any
+    edits = [edit for node in _walk(ast.parse(text), naming) if (edit := _edit_of(node, lines, switches)) is not None]
     last = len(lines) + 1
     for edit in sorted(edits, key=lambda e: (e.first, -e.last), reverse=True):
         if edit.last < last:  # else it lies around one that was made: the next round has it
             lines[edit.first - 1 : edit.last] = edit.lines
             last = edit.first
     return "\n".join(lines)
+
+
+def _walk(tree: ast.AST, naming: list[int]) -> list[ast.AST]:
+    """As ast.walk, but for statements that name no switch, which is most of them. naming: lines that do, before each."""
+    nodes = [tree]
+    for node in nodes:  # which grows
+        for field in node._fields:
+            value = getattr(node, field, None)
+            for child in value if isinstance(value, list) else (value,):
+                if not isinstance(child, ast.AST) or isinstance(child, _LEAVES):
+                    continue
+                if not isinstance(child, ast.stmt) or naming[child.end_lineno or child.lineno] > naming[child.lineno - 1]:
+                    nodes.append(child)
+    return nodes
 
 
 def _edit_of(node: ast.AST, lines: list[str], switches: Switches) -> _Edit | None:
@@ -148,9 +181,12 @@ def _outdented(lines: list[str]) -> list[str]:
     return [line.removeprefix("    ") for line in lines]
 
 
-def _without_unused(text: str, switches: Switches) -> str:
+def _without_unused(text: str, switches: Switches, named: re.Pattern[str]) -> str:
     """Without the switches that nothing reads any more."""
-    read = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-    return "\n".join(
-        line for line in text.split("\n") if not ((m := _SWITCH.match(line)) and m[1] in switches.keys() - read)
-    )
+    lines = text.split("\n")
+    if named.search("\n".join(line for line in lines if not _SWITCH.match(line))):
+        tree = ast.walk(ast.parse(text))
+        read = {node.id for node in tree if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    else:
+        read = set()
+    return "\n".join(line for line in lines if not ((m := _SWITCH.match(line)) and m[1] in switches.keys() - read))
