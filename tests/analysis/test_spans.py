@@ -161,7 +161,7 @@ def stretch(request, monkeypatch) -> int | None:
     return request.param
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)  # each mask, kind and stretch
 @pytest.mark.parametrize("kind", ["sorted", "unsorted", "padded", "runs"])
 @pytest.mark.parametrize("name", MASKS)
 def test_the_kernels_write_what_the_model_says(name: str, kind: str, stretch: int | None) -> None:

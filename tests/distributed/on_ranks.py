@@ -20,7 +20,7 @@ import weft
 from weft import batch, group, head, kv_head, kv_len, kv_pos, masks, q_len, q_pos, score, scores
 from weft.distributed import ContextParallel
 
-from ..models.test_distributed import free_port
+from ..models.test_distributed import PRELOADED, free_port
 
 slopes, bias, table = weft.tensor("slopes", 1), weft.tensor("bias", 2), weft.tensor("table", 2)
 pad, doc, sinks = weft.tensor("pad", 2), weft.tensor("doc", 2, int), weft.tensor("sinks", 1)
@@ -217,10 +217,12 @@ def cases(number: int | None) -> list[tuple[Any, ...]]:
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 def _child(
-    rank: int, ranks: int, port: int, folder: Path, work: Callable[[int], Sequence[str]], timeout: float, backend: str
-) -> None:
+    rank: int, ranks: int, port: int, folder: Path, work: Callable[[int], Sequence[str]], timeout: float, backend: str,
+    environment: dict[str, str],
+) -> None:  # fmt: skip
     from datetime import timedelta
 
+    os.environ.update(environment)  # a forked process has that of the server
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     if backend == "nccl":
@@ -238,6 +240,8 @@ def on_ranks(
     ranks: int, work: Callable[[int], Sequence[str]], folder: Path, timeout: float = 120.0, backend: str = "gloo"
 ) -> list[str]:
     """What the work of each rank says is wrong. A rank that says nothing has not come to its end."""
-    given = (ranks, free_port(), folder, work, timeout, backend)
-    multiprocessing.spawn(_child, given, nprocs=ranks)  # type: ignore[no-untyped-call]
+    given = (ranks, free_port(), folder, work, timeout, backend, dict(os.environ))
+    how = "spawn" if backend == "nccl" else "forkserver"
+    multiprocessing.get_context(how).set_forkserver_preload(PRELOADED)
+    multiprocessing.start_processes(_child, given, nprocs=ranks, start_method=how)  # type: ignore[no-untyped-call]
     return [(folder / str(r)).read_text() if (folder / str(r)).exists() else f"rank {r} ended" for r in range(ranks)]

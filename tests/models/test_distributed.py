@@ -42,6 +42,10 @@ MESHES = [
 ]  # fmt: skip
 
 
+# What a server of processes imports once for all that it forks, of all tests over ranks: torch and Weft take seconds.
+PRELOADED = ["weft.distributed", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"]
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -229,6 +233,6 @@ def child(rank: int, port: int, folder: Path) -> None:
 
 def test_four_processes_compute_what_one_does_and_refuse_what_they_cannot(tmp_path: Path) -> None:
     how = "forkserver"  # which imports torch once for all four
-    multiprocessing.get_context(how).set_forkserver_preload([__name__])
+    multiprocessing.get_context(how).set_forkserver_preload(PRELOADED)
     multiprocessing.start_processes(child, (free_port(), tmp_path), nprocs=4, start_method=how)  # type: ignore[no-untyped-call]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2", "3"]

@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner
 
 import weft
+from weft.compiler.planning import tuner
 from weft.cli import main
 from weft.runtime.settings import Settings
 
@@ -68,6 +69,7 @@ def test_the_commands_of_the_documents_run(path: str, words: list[str], tmp_path
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setattr(tuner, "MOST_ROUNDS", tuner.LEAST_ROUNDS)  # test_tuner.py has more
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     words = (
         words[1:] if len(words) > 2 or words[1] in ("doctor",) else [*words[1:], "--help"]
