@@ -15,7 +15,7 @@ import pickle
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -116,6 +116,25 @@ class Room(NamedTuple):
     others: int  # bytes that it keeps for cards, mbarriers and what Triton takes
 
 
+class Kernels(Mapping[str, Kernel]):
+    """The kernels of a module by name, each compiled where it is first looked at."""
+
+    def __init__(self, seen: Sequence[Compilation], machine: Hardware) -> None:
+        self._seen, self._machine = {each.name: each for each in seen}, machine
+        self._found: dict[str, Kernel] = {}
+
+    def __getitem__(self, name: str) -> Kernel:
+        if name not in self._found:
+            self._found[name] = compile_ahead(self._seen[name], self._machine)
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._seen)
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+
 @dataclass(frozen=True)
 class Module:
     """One direction of a variant: what was planned and what came out, by the name of the kernel."""
@@ -189,9 +208,7 @@ def compiled(
     planned = wanted is None and floats == torch.float32
     signature = replace(signature, doubles=floats == torch.float64)
     made = compile_kernels(variant, signature, machine, target, str(plan.schedule) if planned else schedule)
-    kernels = {
-        seen.name: compile_ahead(seen, machine) for seen in launched(made, variant, sizes, q_offset, page, floats)
-    }
+    kernels = Kernels(launched(made, variant, sizes, q_offset, page, floats), machine)
     rooms = _rooms(made.resolved.code, sizes, machine, facts_of(variant).traits)
     return Module({k.name: k for k in plan.kernels if k.direction == direction}, kernels, rooms)
 

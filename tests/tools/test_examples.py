@@ -1,5 +1,6 @@
 """Every example runs, with small settings, and prints what it promises."""
 
+import contextlib
 import importlib
 import os
 import re
@@ -8,9 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from torch import multiprocessing
+
+from ..models.test_distributed import PRELOADED, free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -29,6 +34,30 @@ def _examples_are_importable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ca
 
 def load(name: str) -> ModuleType:
     return importlib.import_module(name)
+
+
+def on_forked_ranks(work: Any, given: tuple[Any, ...], nprocs: int) -> None:
+    """As torch's `spawn`, by the server of processes that has imported torch; what ranks print is printed here."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    multiprocessing.start_processes(  # type: ignore[no-untyped-call]
+        _printing, (dict(os.environ), work, given), nprocs=nprocs, start_method="forkserver"
+    )
+    for rank in range(nprocs):
+        print(Path(f"printed-{rank}").read_text())
+
+
+def _printing(rank: int, environment: dict[str, str], work: Any, given: tuple[Any, ...]) -> None:
+    os.environ.update(environment)  # a forked process has that of the server
+    with open(f"printed-{rank}", "w") as file, contextlib.redirect_stdout(file):
+        work(rank, *given)
+
+
+def _as_of_torchrun(rank: int, ranks: int, port: int, name: str, arguments: list[str]) -> None:
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({n: str(value) for n, value in numbers.items()})
+    load(name).main(arguments)
+    sys.stdout.flush()
+    os._exit(0)  # as ranks.py ends
 
 
 def test_every_example_is_tested_here() -> None:
@@ -201,7 +230,7 @@ def test_the_server_answers_as_the_model_does_alone(more: list[str], capsys: pyt
 
 
 def test_the_server_answers_on_two_ranks_as_on_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """Started by torchrun, with a cache that both hold, by tokens and by heads."""
+    """With a cache that both hold: by tokens, where torchrun starts them, and by heads."""
     arguments = ["--steps=2", "--requests=4", "--new=24", "--blocks=12"]
     load("server").main(arguments)
 
@@ -210,12 +239,13 @@ def test_the_server_answers_on_two_ranks_as_on_one(capsys: pytest.CaptureFixture
         return re.findall(r"digest of all answers: (\w+)", output)[0]
 
     alone = digest(capsys.readouterr().out)
-    for divide in ("sequence", "heads"):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-                   str(EXAMPLES / "server.py"), *arguments, f"--divide={divide}"]  # fmt: skip
-        found = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        assert found.returncode == 0, found.stderr
-        assert digest(found.stdout) == alone and "ShardedPagedCache" in found.stdout
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+               str(EXAMPLES / "server.py"), *arguments, "--divide=sequence"]  # fmt: skip
+    found = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert found.returncode == 0, found.stderr
+    on_forked_ranks(_as_of_torchrun, (2, free_port(), "server", [*arguments, "--divide=heads"]), 2)
+    for output in (found.stdout, capsys.readouterr().out):
+        assert digest(output) == alone and "ShardedPagedCache" in output
 
 
 def test_the_server_answers_from_a_cache_of_fp8(capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,15 +255,21 @@ def test_the_server_answers_from_a_cache_of_fp8(capsys: pytest.CaptureFixture[st
     assert "40 blocks of 16 used" in output and "0.4 MiB" in output  # a quarter of float32's 1.2, and descales
 
 
-def test_a_long_context_over_two_processes(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_long_context_over_two_processes(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load("ranks"), "spawn", on_forked_ranks)
     load("long_context").main(["--length=256", "--near=32", "--heads=2", "--kv-heads=1", "--head-dim=16"])
     output = capfd.readouterr().out
     assert re.search(r"256 tokens over 2 ranks: forward and backward [\d.,]+ ms", output), output
     assert "streaming over 2 ranks" in output and "stands on  the values of first, window" in output
 
 
-def test_training_resumes_bit_for_bit_and_goes_on_on_another_mesh(capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_resumes_bit_for_bit_and_goes_on_on_another_mesh(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """FSDP and context parallel on two ranks; the last run compiles what lies around attention."""
+    monkeypatch.setattr(load("ranks"), "spawn", on_forked_ranks)
 
     def losses(ranks: int, steps: int, at: int, *more: str) -> list[float]:
         given = [f"--{n}={v}" for n, v in settings.items()]

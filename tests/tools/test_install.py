@@ -21,6 +21,7 @@ from weft import installed
 from weft.cli import main
 
 from .test_docs import ROOT, blocks
+from .test_types import MYPY
 
 FOLDERS = ("api", "ir", "compiler", "codegen", "runtime", "templates")
 NOT_COPIED = (".git", ".venv", "build", "out", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis")
@@ -125,7 +126,10 @@ def test_a_clone_called_weft_works_by_the_line_of_the_readme(tmp_path: Path) -> 
     clone, programs = copy_of_the_tree(tmp_path / "weft"), environment_beside(tmp_path)
     (line,) = [line for line in start() if line.startswith("pip install")]
     offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    alone = {"PYTHONPATH": "", "WEFT_CACHE_DIR": str(tmp_path / "cache"), "PATH": f"{programs}:{os.environ['PATH']}"}
+    alone = {
+        "PYTHONPATH": "", "WEFT_CACHE_DIR": str(tmp_path / "cache"), "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHONDONTWRITEBYTECODE": "",  # or each run would compile the clone anew
+    }  # fmt: skip
     run("sh", "-c", line, cwd=clone, **alone, **offline)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -136,7 +140,7 @@ def test_a_clone_called_weft_works_by_the_line_of_the_readme(tmp_path: Path) -> 
     assert weft.__version__ in run(programs / "weft", "--version", cwd=tmp_path, **alone)
     (tmp_path / "typed.py").write_text(TYPED)
     found = subprocess.run(
-        [programs / "python", "-m", "mypy", "--strict", f"--cache-dir={ROOT}/build/mypy-of-clones", "typed.py"],
+        [programs / "python", "-m", "mypy", *MYPY, "typed.py"],
         cwd=tmp_path, env={**os.environ, **alone}, capture_output=True, text=True,
     )  # fmt: skip
     assert [row.split(": ")[0] for row in found.stdout.splitlines() if ": error:" in row] == ["typed.py:5"], found

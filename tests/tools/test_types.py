@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# torch itself has functions without annotations, such as Tensor.backward. One cache: torch is read once for all tests.
+MYPY = ["--strict", "--allow-untyped-calls", "--follow-imports=silent", "--config-file=", "--no-error-summary",
+        f"--cache-dir={ROOT}/build/mypy-of-users"]  # fmt: skip
 USER = """
 import numpy as np
 import torch
@@ -96,10 +99,8 @@ def test_mypy_strict_is_content_with_programs_of_users(installed: Path, user: Pa
 
 
 def _mypy(installed: Path, user: Path, *files: str) -> "subprocess.CompletedProcess[str]":
-    # torch itself has functions without annotations, such as Tensor.backward
-    options = ["--strict", "--allow-untyped-calls", "--follow-imports=silent", "--config-file=", "--no-error-summary"]
     return subprocess.run(
-        [sys.executable, "-m", "mypy", *options, f"--cache-dir={ROOT}/build/mypy-of-users", *files],
+        [sys.executable, "-m", "mypy", *MYPY, *files],
         cwd=user, env={"MYPYPATH": str(installed), "PATH": ""}, capture_output=True, text=True,
     )  # fmt: skip
 
