@@ -15,6 +15,11 @@ from tests.recorded import Recorded
 os.environ.setdefault("WEFT_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-cache"))
 
 
+def pytest_configure() -> None:
+    """Nothing that is imported is garbage."""
+    gc.disable()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", action="store_true", help="write what tests count to tests/machine_code/recorded")
 
@@ -47,6 +52,7 @@ def pytest_collection_finish() -> None:
     """Python looks for circles of garbage seldom, and not among what is imported: it took a twelfth of the time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(20_000, 10, 10)
 
 

@@ -351,6 +351,7 @@ def test_the_backward_op_refuses_what_does_not_fit_the_forward(fresh: bool) -> N
 # -- what is kept ------------------------------------------------------------------------------------------------------
 @TARGETS
 def test_no_tensor_of_a_call_is_kept(target: str) -> None:
+    gc.freeze()  # what is older is not looked at, which takes seconds
     made = [t.requires_grad_() for t in three(20)]
     ids, offset = torch.zeros(20, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     PACKED(*made, doc=ids, target=target).sum().backward()
@@ -366,6 +367,7 @@ def test_tensors_go_with_their_last_name(method: str) -> None:
     """And not when Python next looks for circles, as gradients of operands and the definition would have it."""
     variant = weft.Attention(score * gain[head], sink=gain[head], name="prepared_no_circles")
     attend = getattr(variant, method)
+    gc.freeze()  # what is older is not looked at, which takes seconds
     attend(*three(20), gain=torch.ones(2))
     gc.collect()
     gc.disable()

@@ -452,7 +452,7 @@ PARTS = (_as_one, _prefixes, _large, _mistakes, _served, _modules)
 
 def _some(rank: int) -> list[str]:
     ways = Ways(rank)
-    wrong = [*every_variant(ways, 40), *itertools.chain(*(part(ways) for part in PARTS))]
+    wrong = [*every_variant(ways, 30), *itertools.chain(*(part(ways) for part in PARTS))]
     return [*wrong, *drawn_at_random(rank, 10, "steps", 4, decodes=True), *_without_one(ways)]
 
 

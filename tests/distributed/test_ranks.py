@@ -89,12 +89,12 @@ def _dropped(rank: int) -> list[str]:
 
 def _some(rank: int) -> list[str]:
     return [
-        *_compared(rank, 64),
+        *_compared(rank, 48),
         *_dropped(rank),
         *_refused(rank),
         *_in_other_words(rank),
         *_of_two_dimensions(rank),
-        *_packed(rank, 26),
+        *_packed(rank, 20),
         *_without_one(rank),
     ]
 
