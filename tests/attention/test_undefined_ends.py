@@ -87,7 +87,7 @@ def test_keys_by_columns(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ragged.KINDS)
-@pytest.mark.parametrize("name", mostly(["added", "of_queries", "of_the_keys", "learned", "capped", "table"], DENSE))
+@pytest.mark.parametrize("name", mostly(["added", "of_the_keys", "learned", "table"], DENSE))
 def test_sequences_of_their_own_lengths(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ragged, "DTYPE", torch.float16)
     operands = operands_of(ALL[name], max(ragged.LENS[1]), NUMBER)
