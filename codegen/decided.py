@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
 
 _SWITCH = re.compile(r"^([A-Z][A-Z0-9_]*) = (?:gl|tl)\.constexpr\((True|False)\)(?:  #.*)?$", re.MULTILINE)
@@ -48,12 +48,16 @@ def decided(text: str) -> str:
 
 def _statements(text: str) -> list[str]:
     """The statements of a module, each with the lines in front of it; what shares a line stays together."""
-    nodes = ast.parse(text).body
-    begins = [min(n.lineno, *(d.lineno for d in getattr(n, "decorator_list", ())), n.lineno) for n in nodes]
-    ends = [node.end_lineno or node.lineno for node in nodes]
-    cuts = [end for end, begin in zip(ends, begins[1:]) if end < begin]
+    ends = [_lines(node) for node in ast.parse(text).body]
+    cuts = [end for (_, end), (begin, _) in pairwise(ends) if end < begin]
     lines = text.split("\n")
     return ["\n".join([*lines[a:b], ""]) for a, b in zip([0, *cuts], [*cuts, len(lines) - 1])]
+
+
+def _lines(node: ast.stmt) -> tuple[int, int]:
+    """The first and the last one of a statement, with its decorators."""
+    above = [decorator.lineno for decorator in getattr(node, "decorator_list", ())]
+    return min([node.lineno, *above]), node.end_lineno or node.lineno
 
 
 def _settled(text: str, switches: Switches, named: re.Pattern[str]) -> str:
@@ -79,7 +83,7 @@ def _once(text: str, switches: Switches, named: re.Pattern[str]) -> str:
 
 
 def _walk(tree: ast.AST, naming: list[int]) -> list[ast.AST]:
-    """As ast.walk, but for statements that name no switch, which is most of them. naming: lines that do, before each."""
+    """As ast.walk, without statements that name no switch: most of them. naming: lines that do, before each line."""
     nodes = [tree]
     for node in nodes:  # which grows
         for field in node._fields:
@@ -87,7 +91,8 @@ def _walk(tree: ast.AST, naming: list[int]) -> list[ast.AST]:
             for child in value if isinstance(value, list) else (value,):
                 if not isinstance(child, ast.AST) or isinstance(child, _LEAVES):
                     continue
-                if not isinstance(child, ast.stmt) or naming[child.end_lineno or child.lineno] > naming[child.lineno - 1]:
+                first, last = _lines(child) if isinstance(child, ast.stmt) else (1, len(naming) - 1)
+                if naming[last] > naming[first - 1]:
                     nodes.append(child)
     return nodes
 

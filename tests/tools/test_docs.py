@@ -13,8 +13,8 @@ import torch
 from click.testing import CliRunner
 
 import weft
-from weft.compiler.planning import tuner
 from weft.cli import main
+from weft.compiler.planning import tuner
 from weft.runtime.settings import Settings
 
 from .. import sentences

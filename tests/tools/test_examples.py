@@ -255,9 +255,7 @@ def test_the_server_answers_from_a_cache_of_fp8(capsys: pytest.CaptureFixture[st
     assert "40 blocks of 16 used" in output and "0.4 MiB" in output  # a quarter of float32's 1.2, and descales
 
 
-def test_a_long_context_over_two_processes(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_context_over_two_processes(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load("ranks"), "spawn", on_forked_ranks)
     load("long_context").main(["--length=256", "--near=32", "--heads=2", "--kv-heads=1", "--head-dim=16"])
     output = capfd.readouterr().out
