@@ -223,7 +223,8 @@ def _child(
 ) -> None:  # fmt: skip
     from datetime import timedelta
 
-    os.environ.update(environment)  # a forked process has that of the server
+    os.environ.clear()  # a forked process has that of the server
+    os.environ.update(environment)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     if backend == "nccl":

@@ -47,7 +47,8 @@ def on_forked_ranks(work: Any, given: tuple[Any, ...], nprocs: int) -> None:
 
 
 def _printing(rank: int, environment: dict[str, str], work: Any, given: tuple[Any, ...]) -> None:
-    os.environ.update(environment)  # a forked process has that of the server
+    os.environ.clear()  # a forked process has that of the server
+    os.environ.update(environment)
     with open(f"printed-{rank}", "w") as file, contextlib.redirect_stdout(file):
         work(rank, *given)
 
