@@ -94,7 +94,7 @@ def _some(rank: int) -> list[str]:
         *_refused(rank),
         *_in_other_words(rank),
         *_of_two_dimensions(rank),
-        *_packed(rank, 21),
+        *_packed(rank, 26),
         *_without_one(rank),
     ]
 
