@@ -7,7 +7,7 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,9 @@ def _drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@cache
 def variants(length: int) -> dict[str, tuple[weft.Attention, dict[str, Any]]]:
-    """Variants of every kind, and their operands in calls of this length."""
+    """Variants of every kind, and their operands in calls of this length; the same objects, as users have."""
     rows = torch.arange(length).expand(B, -1)
     return {
         "full": (weft.Attention(name="full"), {}),
