@@ -100,8 +100,9 @@ def is_faster(arch: str, main: descales.Main, options: CallOptions) -> bool:
     """Whether copies pay, as if all pairs of a sequence were visible, and all pages of a table used."""
     query, key, value = main["query"], main["key"], main["value"]
     assert query is not None and key is not None and value is not None
-    # rows of keys that a query may see; of packed sequences the mean
-    rows = key.shape[2] // (1 if options.cu_seqlens_kv is None else max(1, options.cu_seqlens_kv.shape[0] - 1))
+    starts = options.cu_seqlens_q if options.cu_seqlens_kv is None else options.cu_seqlens_kv  # one stands for both
+    # rows of keys that a query may see; of packed sequences the mean. What is no tensor is refused later
+    rows = key.shape[2] // (max(1, starts.shape[0] - 1) if isinstance(starts, Tensor) and starts.dim() else 1)
     if options.block_table is not None:
         rows = options.block_table.shape[1] * key.shape[2]
     pairs = query.shape[0] * query.shape[1] * query.shape[2] * rows

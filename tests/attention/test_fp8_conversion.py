@@ -214,3 +214,17 @@ def test_transforms_read_fp8() -> None:
     many = [torch.stack([t, t]) for t in tensors]
     found = torch.func.vmap(lambda q, k, v: CAUSAL(q, k, v, **options))(*many)
     assert torch.equal(found[0], found[1])
+
+
+def test_packed_sequences_count_by_their_mean(monkeypatch) -> None:
+    """Also where one cu_seqlens stands for both; what is no tensor is refused in words."""
+    counted = []
+    monkeypatch.setattr(conversion, "pays", lambda arch, flops, elements: counted.append(flops))
+    (query, key, value), options = call_of(rows=(128, 128))
+    packed, own = [t[:1] for t in (query, key, value)], {n: d[:1] for n, d in options.items()}
+    starts = torch.tensor([0, 60, 128]).int()
+    for given in ({"cu_seqlens_q": starts}, {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}):
+        CAUSAL(*packed, **own, **given)
+    assert counted == [2.0 * 4 * 128 * 64 * 64] * 2
+    with pytest.raises(weft.WeftError, match="cu_seqlens_kv: expected"):
+        CAUSAL(*packed, **own, cu_seqlens_q=starts, cu_seqlens_kv=[0, 60, 128])
