@@ -1,9 +1,13 @@
-"""Calls whose FP8 operands become 16-bit ones first, where that is faster: planning/conversion.py says when."""
+"""Calls whose FP8 operands become 16-bit ones first, where that is faster: planning/conversion.py says when.
+
+Where a target multiplies FP8 operands as they are stored, they stay so.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,28 +16,32 @@ from torch import Tensor
 from .codegen.torch_private import constant_while_tracing, under_transform
 from .compiler.planning.conversion import copied_bytes, pays
 from .compiler.planning.machines.hardware import Hardware, for_device
+from .compiler.planning.signature import Described, Dtypes, Signature, Widths, signature_of
 from .internals import Main
+from .ir.attention import Attention
 from .ir.errors import collected
-from .runtime import descales
+from .runtime import descales, driver
 from .runtime.call import LARGEST_PAGE, is_page
 from .runtime.check.sequences import ragged_problems
 from .runtime.ops.quantize import dequantize, dequantize_pages, large_table
 from .runtime.options import CallOptions
+from .runtime.run.key import dtypes_of
 from .runtime.settings import checks_values, traced_target
 
 HALF = torch.bfloat16  # fp16 would lose what descales make large or small
 MOST_COPIED = 2**30  # bytes of copies of pages: a server has given most of the memory to its pools
 
 
-def converted(name: str, main: Main, options: CallOptions, operands: Mapping[str, Any]) -> tuple[Main, CallOptions]:
-    """The operands in 16 bits, and the options of a call with these; both as they are where that is not faster.
-
-    name: of the variant, for errors.
-    """
+def converted(
+    attention: Attention, main: Main, options: CallOptions, operands: Mapping[str, Any]
+) -> tuple[Main, CallOptions]:
+    """The operands in 16 bits, and the options of a call with these; both as they are where that is not faster."""
+    name = str(attention.name)
     named = {"query": main.query, "key": main.key, "value": main.value}
     if main.rope is not None or not is_convertible(named, options, operands):
         return main, options
-    if not is_faster(_arch_of(main.query.device), named, options):
+    arch = _arch_of(main.query.device)
+    if not is_faster(arch, named, options) or are_multiplied(attention, arch, named, options):
         return main, options
     table, kv_lens = options.block_table, options.kv_lens
     descales.refuse_bare(name, named, options)
@@ -82,6 +90,29 @@ def is_convertible(main: descales.Main, options: CallOptions, operands: Mapping[
         return False
     wanted = [t for t in (*given, *operands.values()) if isinstance(t, Tensor) and t.requires_grad]
     return not (wanted and torch.is_grad_enabled())
+
+
+def are_multiplied(attention: Attention, arch: str, main: descales.Main, options: CallOptions) -> bool:
+    """Whether a target multiplies these operands as they are stored."""
+    query, key, value = main["query"], main["key"], main["value"]
+    if query is None or key is None or value is None or options.are_ragged or query.dtype not in descales.FP8:
+        return False
+    given = {n: getattr(options, n) for n in descales.NAMES[1:]}
+    by_rows = frozenset(n for n, d in given.items() if isinstance(d, Tensor) and d.dim() > 1 and d.shape[-2] > 1)
+    dtypes = dtypes_of(attention, query, key, value, descales.out_name(options))
+    signature = _signature(arch, dtypes, Widths(query.shape[3], value.shape[3]), by_rows, query.shape[2], key.shape[2])
+    call: Any = SimpleNamespace(query=query, key=key, value=value, rope=None)
+    return any(t.misfit(signature, call) is None for t in driver.multiplying_fp8(attention, signature))
+
+
+@lru_cache(maxsize=256)
+def _signature(
+    arch: str, dtypes: Dtypes, widths: Widths, by_rows: frozenset[str], q_len: int, kv_len: int
+) -> Signature:
+    described = Described(
+        "forward", arch, dtypes.products, widths, rows=(q_len, kv_len), scaled_rows=by_rows, dtypes=dtypes
+    )
+    return signature_of(described, masked=False, sums_pairs=False)
 
 
 def _are_pages(given: Sequence[Tensor], options: CallOptions) -> bool:

@@ -323,7 +323,9 @@ def _converted(
     own = PLAIN.having(**{n: options.get(n) for n in names}, target=target, schedule=schedule)
     if not conversion.is_convertible(main, own, options):
         return operands, options, ()
-    if not conversion.is_faster(machine.arch, main, own):
+    if not conversion.is_faster(machine.arch, main, own) or conversion.are_multiplied(
+        attention, machine.arch, main, own
+    ):
         return operands, options, ()
     table = own.block_table
     descales.read_by_kernels(str(attention.name), main, own, pooled=table is not None)

@@ -50,6 +50,7 @@ class Terms:
     drops: bool = False  # weights are dropped: of families triton and hopper the templates do that
     boxed: bool = False  # hopper, forward: a slot is still held that what pairs read was loaded from (`release_read`)
     narrow: bool = False  # hopper, forward: tiles are so narrow that special units are busy longer than products
+    fp8: bool = False  # operands are FP8. hopper, forward: products of a tile are not added to others by their unit
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,8 @@ def _softmax_of_hopper(terms: Terms) -> Blocks:
         release = "release_read(FIRST_FREE_KEY, count, {})"
         released += [release.format("reference")]
         raised = [f"highest = {highest}", release.format("highest"), "moved = raised(reference, highest)"]
+    if terms.fp8:
+        return _softmax_of_products_apart(raised)
     return Blocks(
         init="\n".join([*released, "p = gl.exp2(exponent(score, finite(reference), scale))", "sums = thread_sums(p)"]),
         weigh="\n".join(
@@ -225,6 +228,28 @@ def _softmax_of_hopper(terms: Terms) -> Blocks:
         accumulate="acc = rescale(acc, factor)",
         running=(("reference", "moved"), ("sums", "sums")),
     )
+
+
+def _softmax_of_products_apart(raised: list[str]) -> Blocks:
+    """The same where products of a tile, `product`, join the sums by a multiply-add: these are in units of the reference
+    before, so that one instruction also rescales them."""
+    weigh = [
+        *raised,
+        "subtract = finite(moved)",
+        "shrunk = gl.exp2(in_base_2(reference - subtract))",
+        "p = gl.exp2(exponent(score, subtract, scale))",
+        "sums = sums * gl.convert_layout(shrunk, gl.SliceLayout(1, sums.type.layout))[:, None] + thread_sums(p)",
+    ]
+    first = [
+        "reference = row_maximum(score, scale)",
+        "p = gl.exp2(exponent(score, finite(reference), scale))",
+        "sums = thread_sums(p)",
+        "factor = gl.zeros([ROWS], gl.float32, ROW)  # of sums that are 0",
+    ]
+    return Blocks(
+        init="\n".join(first), weigh="\n".join(weigh), accumulate="acc = joined(acc, factor, product)",
+        running=(("reference", "moved"), ("sums", "sums"), ("factor", "shrunk")),
+    )  # fmt: skip
 
 
 # -- softmax, family cpu -----------------------------------------------------------------------------------------------

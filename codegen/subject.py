@@ -235,4 +235,5 @@ def _terms(subject: Subject, linear: bool, splits: bool, score: str) -> Terms:
         drops=facts.attention.canonical.drops,
         boxed=code.brings_boxes,
         narrow=max(widths.head_dim, widths.value_dim) <= subject.target.printing.narrow_columns,
+        fp8=bool(subject.signature.dtypes.quantized),
     )

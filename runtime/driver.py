@@ -281,6 +281,13 @@ def why_not(target: Target, algorithm: Algorithm, signature: Signature, facts: F
     return found or (f"{target.name} has no kernel that reads {', '.join(sorted(unread))}" if unread else None)
 
 
+@lru_cache(maxsize=256)
+def multiplying_fp8(attention: Attention, signature: Signature) -> tuple[Target, ...]:
+    """The targets whose forward multiplies the FP8 operands of such calls as they are stored."""
+    own = (target for target in targets() if target.multiplies_fp8)
+    return tuple(t for t in own if why_not(t, "flash", signature, facts_of(attention)) is None)
+
+
 def available() -> dict[str, str | None]:
     """Each target, with None where this machine can run it or the reason why it cannot (for `weft doctor`)."""
     facts = facts_of(Attention())

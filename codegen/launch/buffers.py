@@ -23,7 +23,10 @@ from ...compiler.planning.target import Place
 from ...ir.errors import InternalError
 
 ROOM, ZEROS = ROOMS = "room", "zeros"
-DTYPES = {"float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8}
+DTYPES = {
+    "float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}  # fmt: skip
 _LINE = 128  # bytes of a line of L2: each buffer begins with one
 
 

@@ -115,7 +115,21 @@ class FlatBox(Box):
         return ([floats // width, width], [width, 1]) if width else ([floats], [1])
 
 
-_BOXES = {box.__name__: box for box in (Box, RaggedBox, HeadsBox, OperandBox, FlatBox)}
+class WholeBox(Box):
+    """The descriptor of a contiguous tensor of our own [B, H, rows, columns]."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def numbers(tensor: Tensor) -> Sequence[int]:
+        return tuple(tensor.shape)
+
+    @staticmethod
+    def places(width: int, *sizes: int) -> tuple[list[int], list[int]]:
+        return list(sizes), [sizes[1] * sizes[2] * sizes[3], sizes[2] * sizes[3], sizes[3], 1]
+
+
+_BOXES = {box.__name__: box for box in (Box, RaggedBox, HeadsBox, OperandBox, FlatBox, WholeBox)}
 # `Box.numbers` of tensors that the function of a call has names for: sizes, and strides by the tensor's name
 _OF_QUERY, _OF_KEY = "batches, heads, q_len", "key_batches, kv_heads, kv_len"
 _EXTENTS = {
@@ -143,6 +157,8 @@ class Described(NamedTuple):
         name = self.tensor
         if issubclass(self.box, FlatBox):
             return f"at_{name}, {name}_floats"
+        if issubclass(self.box, WholeBox):
+            return f"at_{name}, *{name}_sizes"
         if issubclass(self.box, OperandBox):
             is_given = name.startswith("arg_")
             sizes, strides = (f"{name}.shape", f"{name}.stride()") if is_given else (f"{name}_size", f"{name}_strides")

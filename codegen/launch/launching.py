@@ -272,7 +272,10 @@ def descriptor(box: Any, block: Sequence[int]) -> Any:
     if box.in_order:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
     else:
-        dtypes = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+        dtypes = {
+            torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32,
+            torch.float8_e4m3fn: gl.float8e4nv,
+        }  # fmt: skip
         layout = gl.NVMMASharedLayout.get_default_for(list(block), dtypes[box.base.dtype])
     return TensorDescriptor(box.base, box.shape, box.strides, list(block), layout)
 

@@ -172,6 +172,7 @@ class Target(Protocol):
     by_name_only: bool  # never chosen for a call that does not ask for it
     serves: str  # the kind of machine, "cuda" or "cpu", on which it takes what other targets leave; "" on none
     interprets: bool  # kernels are interpreted on a CPU, for debugging
+    multiplies_fp8: bool  # it has products of FP8 operands as they are stored
     partial: bool  # backwards that it cannot compute are left to other targets, also where a call names it
     language: Any  # what the variant's functions are printed in: a Language of codegen
     printing: Printing

@@ -323,6 +323,12 @@ def _add(pointer: Pointer, value: int) -> int:
 
 
 def _asm(text: str, operands: str, arguments: Sequence[Any], *rest: object, **more: object) -> Any:
+    if "e4m3x2" in text:
+        four = [_of(a).clamp(-448.0, 448.0).to(torch.float8_e4m3fn) for a in arguments]
+        return torch.stack(four, -1).view(torch.int32).squeeze(-1)
+    if text == "mov.b32 $0, $1;" and more["pack"] == 4:  # four elements, of which each has a byte of one word
+        words = arguments[0].unflatten(-1, (-1, 4))
+        return (words >> torch.tensor([0, 8, 16, 24])).flatten(-2).to(torch.int8)
     if "rcp.approx" in text:
         return torch.sigmoid(arguments[0] * math.log(2.0))
     if "max.NaN" in text:
@@ -343,6 +349,7 @@ def _asm(text: str, operands: str, arguments: Sequence[Any], *rest: object, **mo
 class Language:
     """`gl`, and `tl` of the kernel that joins parts."""
 
+    int8 = torch.int8
     int16, int32, int64, float32, bfloat16 = torch.int16, torch.int32, torch.int64, torch.float32, torch.bfloat16
     float16, uint8, uint32, int1 = torch.float16, torch.uint8, torch.int64, torch.bool  # words, as `_words_of` has them
     tensor = shared_memory_descriptor = object
@@ -610,7 +617,7 @@ class Kernels:
         exec(compile(body, "<gluon>", "exec"), self.space)
         if "as_int" in self.space:  # asks a dtype for its width
             self.space["as_int"] = lambda x: x
-        if "unpacked" in self.space:
+        if "unpacked" in self.space and "e4m3x2" not in source:
             self.space |= {"packed": lambda p, dtype: p.to(dtype), "unpacked": lambda pairs, dtype, operand: pairs}
 
         known = {

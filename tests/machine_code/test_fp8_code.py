@@ -38,8 +38,9 @@ def compiled(
     device="h100",
     variant=CAUSAL,
     rope=0,
+    target="triton",
 ) -> dict[str, ahead.Kernel]:
-    """The kernels of a forward of target triton, with descales of the FP8 operands.
+    """The kernels of a forward, with descales of the FP8 operands.
 
     rope: rotary columns of a latent cache beside it, in bf16: then `width` is its rank, and there is no value.
     """
@@ -68,7 +69,7 @@ def compiled(
     signature = replace(signature_of_call(facts_of(variant), "forward", call), arch=machine.arch)
     out, lse = (p.beside(call.query) for p in variant_of(variant).forward_places(*[*main.values()], call.choices))
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
-        made = compile_kernels(variant, signature, machine, "triton", schedule)
+        made = compile_kernels(variant, signature, machine, target, schedule)
         code, results = made.resolved.code, {"out": out, "lse": lse}
         found = ahead.compilations(made.resolved.target, made.modules, code, facts_of(variant), call, results)
         return {seen.name: ahead.compile_ahead(seen, machine) for seen in found}

@@ -47,7 +47,7 @@ COMPUTED = HALVES | {FP32.name, FP64.name}
 
 class CpuTarget:
     name = measured_by = "cpu"
-    by_name_only = interprets = partial = False
+    by_name_only = interprets = partial = multiplies_fp8 = False
     serves = "cpu"
     language = TORCH_LANGUAGE
     family = "cpu"

@@ -61,12 +61,12 @@ def is_plain(scale: Expr) -> bool:
     return 2.0**-40 < value < 2.0**40
 
 
-def best_form(widths: Widths, facts: Facts, short: bool = False) -> HopperForm:
+def best_form(widths: Widths, facts: Facts, short: bool = False, fp8: bool = False) -> HopperForm:
     """The form of a forward, with tiles of keys that lie in one block of those over which the mask is the same.
 
-    Where rows have no maximum, it goes without what is about that.
+    Where rows have no maximum, it goes without what is about that. fp8: of products of 8 bits.
     """
-    best = _best_of_softmax(widths, facts, short)
+    best = HopperForm(2, 128, 4, fp8=True) if fp8 else _best_of_softmax(widths, facts, short)
     if not facts.attention.canonical.weighs.saves_lse:
         best = replace(best, lazy_rescale=False, pair_maximum=False)
     small = facts.tile_source == "lists" and any(c.kv % best.block_kv for c in facts.survey.cells)  # type: ignore[union-attr]

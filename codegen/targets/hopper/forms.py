@@ -39,6 +39,7 @@ class HopperForm(Form):
     overlap_edges: bool = switch("overlap")  # P V stays in flight under the mask code of edge tiles too
     output_in_query: bool = switch("inplace")  # the output leaves from the query's place in SRAM
     drawers: bool = switch("drawers")  # a warpgroup of its own draws which weights are dropped, a tile ahead
+    fp8: bool = switch("fp8")  # products of 8 bits, values by columns
 
     @property
     def block_q(self) -> int:

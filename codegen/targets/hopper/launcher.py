@@ -9,12 +9,13 @@ from typing import Any
 from ....compiler.analysis.tiles.facts import Facts
 from ....compiler.analysis.tiles.results import OperandGradient
 from ....compiler.planning.buffer import ALWAYS, NEVER, Buffer
+from ....compiler.planning.dtypes import dtype_named
 from ....compiler.planning.kernel import Kernel
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.target import Named
 from ....ir.expr import Load
 from ...launch.binding import Binding
-from ...launch.descriptors import Described, Descriptors, FlatBox, pairs_described, readable, rows_described
+from ...launch.descriptors import Described, Descriptors, FlatBox, WholeBox, pairs_described, readable, rows_described
 from ...launch.device import Device
 from ...launch.division import Division
 from ...launch.job import Job, KernelLaunch, Mode, OwnPart
@@ -23,6 +24,7 @@ from ..triton.parts.measures import Measures
 from ..triton.parts.sums import NOT_OWN, Sums, hides_some, shape_of_operand
 from .forms import ROWS, HopperBackwardForm
 from .gradients import stores_first
+from .kernels.forward import TURN_VALUES, TURNED_KEYS
 from .latent_launcher import LatentKernels
 from .pieces import (
     CONSUMERS,
@@ -119,8 +121,9 @@ class Tiled:
 
     @property
     def head_bytes(self) -> str:
-        """K and V of one query head, whose elements have two bytes."""
-        return f"{(self.columns + self.value_columns) * 2} * {self._job.kv_rows} / group"
+        """K and V of one query head."""
+        element = 1 if self._job.signature.dtypes.quantized else 2
+        return f"{(self.columns + self.value_columns) * element} * {self._job.kv_rows} / group"
 
 
 def blocks_of(tiles: Tiles, binding: Binding) -> Tiles:
@@ -142,7 +145,10 @@ class HopperForward(OwnPart):
         self._job, self._form = job, forward_form(job.code)
         pieces, _ = pieces_of(self._form, job.signature.widths)
         self._tiled = Tiled(job, [(name, piece) for name in ("query", "key") for piece in pieces])
-        self.descriptors = Descriptors(job, self._tiled.described(), lambda binding: blocks_of(self._tiles(), binding))
+        described = self._tiled.described()
+        if self._form.fp8:
+            described["value_desc"] = Described("value_turned", WholeBox)
+        self.descriptors = Descriptors(job, described, lambda binding: blocks_of(self._tiles(), binding))
 
     @property
     def neighbours(self) -> int:
@@ -156,8 +162,19 @@ class HopperForward(OwnPart):
     def given(self) -> dict[str, Any]:
         return {"counter_ptr": self._job.device.counter()}
 
+    def buffers(self, mode: Mode) -> list[Buffer]:
+        if not self._form.fp8:
+            return []
+        sizes = "batches", "kv_heads", "value_dim", "turned_pitch"
+        return [Buffer("value_turned", sizes, dtype_named(self._job.signature.dtypes.value).torch_name)]
+
     def rows(self, mode: Mode) -> dict[str, str]:
         block_q = self._form.block_q
+        turned = {
+            "turned_pitch": f"(kv_len + {TURNED_KEYS - 1}) // {TURNED_KEYS} * {TURNED_KEYS}",
+            "key_tiles": f"turned_pitch // {TURNED_KEYS}",
+            "value_turned_sizes": "(batches, kv_heads, value_dim, turned_pitch)",
+        }  # fmt: skip
         return {
             **self._tiled.steps(),
             "lse_ptr": "lse",
@@ -165,17 +182,20 @@ class HopperForward(OwnPart):
             "query_tiles": "q_slots" if self._job.sequences.rows.packed else f"(q_len + {block_q - 1}) // {block_q}",
             "kv_bytes": self._tiled.head_bytes,
             "heads_together": "sharing_l2(batch_heads, kv_bytes)",
-        }  # fmt: skip
+        } | (turned if self._form.fp8 else {})  # fmt: skip
 
     def launch(self, kernel: Kernel, mode: Mode) -> KernelLaunch | None:
         if kernel.name in NOT_OWN:
             return None
+        if kernel is TURN_VALUES:
+            return KernelLaunch("key_tiles * batch_kv_heads", {"num_warps": 4}, renamed={"n_heads": "kv_heads"})
         return KernelLaunch(one_an_sm(self._job, "query_tiles * batch_heads"), {"num_warps": 4, **self._job.rounding})
 
     def _tiles(self) -> Tiles:
         tiled, block_kv = self._tiled, self._form.block_kv
         rows = {"query": ROWS, "key": block_kv}
-        blocks = {"value": (block_kv, tiled.value_columns), "out": (ROWS, tiled.value_columns)}
+        value = (block_kv, tiled.value_columns)
+        blocks = {"value": value[::-1] if self._form.fp8 else value, "out": (ROWS, tiled.value_columns)}
         blocks |= {f"{n}{piece.box}": (rows[n], piece.columns) for n, piece in tiled.pieces}
         found = {f"{n}_desc": [*tiled.ones, *block] for n, block in blocks.items()}
         return found | tiled.pair_boxes(ROWS, block_kv)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ....compiler.analysis.tiles.facts import Facts
 from ....compiler.analysis.values.places import read_once
 from ....compiler.planning.by_distance import tables_of
-from ....compiler.planning.dtypes import HALVES, dtype_named
+from ....compiler.planning.dtypes import E4M3, HALVES, dtype_named
 from ....compiler.planning.signature import Signature, Widths
 from ....compiler.planning.sources import SequenceKind, not_in_order
 from ....ir.normalizer import SOFTMAX
@@ -19,7 +19,7 @@ from ..triton.target import has_triton
 from .forms import ROWS
 from .gradients import OWNED_BY_KEYS, stores_boxes, sums_diagonals, sums_of_keys, wanted_kinds
 from .kernels.latent import ROTARY_COLUMNS
-from .pieces import TILE_COLUMNS, fits_by_rows, has_pieces_apart, piecewise
+from .pieces import TILE_COLUMNS, fits_by_rows, has_pieces_apart, key_pieces, piecewise
 
 NARROWEST = 16  # below it tiles would be mostly zeros
 MOST_BESIDE_WORDS = 192  # columns of D and Dv beside which tiles of 32 bits an entry have SRAM
@@ -73,6 +73,26 @@ def refused(refusals: Iterable[Refusal], case: Case) -> str | None:
     return None
 
 
+# -- FP8 ---------------------------------------------------------------------------------------------------------------
+def no_fp8_products(c: Case) -> str | None:
+    """For which calls there are products of FP8 operands, where this is none of them; None where it is one."""
+    d, variant = c.signature.dtypes, c.attention.canonical
+    pieces = [piece.columns for piece in key_pieces(piecewise(c.widths.head_dim), c.widths)]
+    needs = (
+        (not {d.query, d.key, d.value} - {E4M3.name}, "where query, key and value are all e4m3"),
+        (d.out in HALVES, "with a bf16 or fp16 output"),
+        (c.signature.direction == "forward" and not c.widths.value_is_key, "in forwards of heads"),
+        (not c.sequences.ragged, "of dense sequences"),
+        (not c.signature.scaled_rows, "with one k_descale and v_descale a head"),
+        (not c.pairwise and not variant.drops, "with softmax weights, none dropped"),
+        (not c.facts.scores_lie_far, "with scores that are known to lie near 0"),
+        (not c.facts.scale_sign_unknown, "where the factor of a score is positive"),
+        (not c.widths.rope_dim and c.widths.head_dim % 16 == 0 and not any(n % 32 for n in pieces), "in tiles of 32 columns"),
+        (c.widths.head_dim <= 192 and c.widths.value_dim <= 128, "with D of 192 or less and Dv of 128 or less"),
+    )  # fmt: skip
+    return next((words for holds, words in needs if not holds), None)
+
+
 # -- all kernels -------------------------------------------------------------------------------------------------------
 COMMON = (
     Refusal(
@@ -85,10 +105,10 @@ COMMON = (
         lambda c: f"needs compute capability 9.0, this is {c.signature.arch}",
     ),
     Refusal(
-        lambda c: c.signature.dtypes.quantized,
+        lambda c: c.signature.dtypes.quantized and no_fp8_products(c),
         lambda c: (
-            f"has no FP8 {', '.join(sorted(c.signature.dtypes.quantized))}; leave target out, and they "
-            "become bf16 where many queries read a key"
+            f"has FP8 products {no_fp8_products(c)}; leave target out, and operands become bf16 where many queries "
+            "read a key"
         ),
     ),
     Refusal(

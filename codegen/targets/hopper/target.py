@@ -50,7 +50,7 @@ from .gradients import (
     sums_of_queries,
 )
 from .kernels.backward import FLASH_BACKWARD
-from .kernels.forward import FLASH_FORWARD
+from .kernels.forward import FLASH_FORWARD, TURN_VALUES
 from .kernels.latent import JOIN_PARTS, SPLIT_FORWARD
 from .latent import LEAST_PAGE, latent_misfit, no_latent_form, small_pages
 from .launcher import launcher_of
@@ -69,7 +69,7 @@ class HopperTarget:
     measured_by = "triton"
     by_name_only = interprets = False
     serves = ""
-    partial = True
+    partial = multiplies_fp8 = True
     language = GLUON_LANGUAGE
     family = "hopper"
     printing = Printing("apart", visits_empty=True, narrow_columns=paces.NARROW, splits_tables=True)
@@ -85,7 +85,7 @@ class HopperTarget:
             return SPLIT_FORWARD, JOIN_PARTS
         if algorithm != "flash":
             return []
-        kernels: tuple[Kernel, ...] = (FLASH_FORWARD,)
+        kernels: tuple[Kernel, ...] = (TURN_VALUES, FLASH_FORWARD) if signature.dtypes.quantized else (FLASH_FORWARD,)
         if signature.direction == "backward":
             summed = sums_of_queries(signature, facts)
             if is_one_pass(signature) and not summed:
@@ -115,7 +115,10 @@ class HopperTarget:
             return latent_misfit(signature, call)
         ragged = signature.sequences.ragged
         shared = {} if call.rope is None else {"rotary key": call.rope}
-        for name, tensor in {"query": call.query, "key": call.key, "value": call.value, **shared}.items():
+        value = call.value
+        if signature.dtypes.quantized and value.stride(2) == 1:  # it may lie in columns, which `turn_values` reads too
+            value = value.mT
+        for name, tensor in {"query": call.query, "key": call.key, "value": value, **shared}.items():
             if not is_readable(tensor):
                 return (
                     f"hopper: {name}: its address and strides must be multiples of 16 bytes for the tensor memory "
@@ -149,11 +152,12 @@ class HopperTarget:
             chosen = HopperLatentForm(HopperLatentForm.slots * (1 + narrow), ordered=True, prefetch=True, narrow=narrow)
             near = chosen.neighbours()
             return [chosen, *(form for form in near if self._why_not(kernel, form, signature, hardware, facts) is None)]
-        best: HopperForm | HopperBackwardForm = best_form(widths, facts, signature.short_call)
+        is_fp8 = bool(signature.dtypes.quantized)
+        best: HopperForm | HopperBackwardForm = best_form(widths, facts, signature.short_call, is_fp8)
         if kernel.direction == "backward":
             summed = sums_of_queries(signature, facts)
             best = best_backward_form(kernel, widths, facts, summed, is_lean(signature, facts))
-        if signature.boxed:
+        if signature.boxed and not is_fp8:
             brought = with_boxes(best, signature.boxed)
             fit = (form for form in brought if self._why_not(kernel, form, signature, hardware, facts) is None)
             best = next(fit, best)
@@ -196,6 +200,8 @@ class HopperTarget:
         assert kernel.refuses is not None
         reason = kernel.refuses(form, widths, facts.traits) or no_boxes(form, signature)
         reason = reason or no_cells_form(kernel, form, facts)
+        if bool(signature.dtypes.quantized) != getattr(form, "fp8", False):
+            reason = reason or "+fp8 is for calls whose operands are all FP8, and these have no other"
         if reason is not None:
             return reason
         sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)

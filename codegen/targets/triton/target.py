@@ -77,7 +77,7 @@ def has_triton() -> bool:
 
 class TritonTarget:
     name = measured_by = "triton"
-    by_name_only = partial = False
+    by_name_only = partial = multiplies_fp8 = False
     serves = "cuda"
     language = TRITON_LANGUAGE
     family = "triton"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from .....compiler.analysis.tiles.results import Traits
 from .....compiler.planning.form import Form
-from .....compiler.planning.kernel import Kernel, KernelId
+from .....compiler.planning.kernel import DESCALES, Kernel, KernelId
 from .....compiler.planning.quantities import (
+    Sizes,
     flash_forward_read,
     flash_forward_written,
     forward_exps,
     forward_flops,
     query_programs,
+    value_bytes,
 )
 from .....compiler.planning.records import Stage
 from .....compiler.planning.signature import Widths
-from .....compiler.planning.stage_words import AHEAD, EACH_KV, EACH_Q, Tiles, computes, loads
+from .....compiler.planning.stage_words import AHEAD, EACH_KV, EACH_Q, ONCE, Tiles, computes, loads
 from ...gluon.program import Columns, Program, plain
 from ...triton.kernels.forward import OVER_KEYS
 from ..forms import ROWS, HopperForm
@@ -46,9 +48,13 @@ def _constants(form: HopperForm, held: Held) -> dict[str, str | int]:
 
 def _add_tiles(p: Program, form: HopperForm, held: Held) -> None:
     pieces, value = columns_in(pieces_of(form, held.widths)[0]), [Columns("VALUE_COLUMNS")]
-    p.ring("query", f"QUERY_BUFFERS * CONSUMERS, {held.ones}, ROWS", pieces)
-    p.ring("key", f"STAGES, {held.ones}, BLOCK_KV", pieces)
-    p.ring("value", f"STAGES, {held.ones}, BLOCK_KV", value)
+    own, out = ({"element": 1}, {"dtype": "out_desc.dtype", "element": 2}) if form.fp8 else ({}, {})
+    p.ring("query", f"QUERY_BUFFERS * CONSUMERS, {held.ones}, ROWS", pieces, **own)
+    p.ring("key", f"STAGES, {held.ones}, BLOCK_KV", pieces, **own)
+    if form.fp8:
+        p.ring("value", f"STAGES, {held.ones}, VALUE_COLUMNS", [Columns("BLOCK_KV")], about="columns in rows", **own)
+    else:
+        p.ring("value", f"STAGES, {held.ones}, BLOCK_KV", value)
     if form.pair_bytes:
         shape = f"STAGES * CONSUMERS, {'1, ' * (held.box_rank - 2)}ROWS, BLOCK_KV"
         said = "what pairs read; slots are those of keys"
@@ -57,7 +63,7 @@ def _add_tiles(p: Program, form: HopperForm, held: Held) -> None:
         said = "words that say which weights are dropped, by the threads that have these"
         p.ring("dropped", "CONSUMERS, BLOCK_KV // 16, 128, 4", dtype="gl.int32", layout=plain(3), about=said)
     place = f"query{pieces[0].name}" if form.output_in_query else ""
-    p.tile("out", f"CONSUMERS, {held.ones}, ROWS", value, place=place)
+    p.tile("out", f"CONSUMERS, {held.ones}, ROWS", value, place=place, **out)
     p.cards("cards", "CARDS * CARD_FIELDS, 1")
 
 
@@ -107,6 +113,11 @@ def _stages(t: Tiles) -> list[Stage]:
         "reference raised to the maximum, or a little less; P = exp2(S - reference), which waits in registers for its "
         "V; sum and O rescaled"
     )
+    if form.fp8:
+        beside = "P V of the tile before, and O times its factor + P V, in full precision; on full tiles beside the softmax"
+        weights = (
+            "reference raised to the maximum, less 8; P = exp2(S - reference) in e4m3, which waits in registers for its V"
+        )
     results = f"{t.output('O / sum')} by TMA, {t.rows('lse = reference + log(sum)')}{t.sink_text}"
     if not t.traits.normalizer.saves_lse:
         sums = f"{t.output('O')} float32, by {consumers}"
@@ -141,6 +152,8 @@ def _refuses(form: Form, widths: Widths, traits: Traits) -> str | None:
     left = pieces_of(form, widths)[0][0].columns
     if form.drawers and not traits.drops:
         return "no weights are dropped"
+    if form.fp8 and (reason := _refuses_fp8(form, columns, value_columns)):
+        return reason
     if (form.lazy_rescale or form.pair_maximum) and not traits.normalizer.saves_lse:
         return "rows have no maximum"
     if form.drawers and (form.consumers == 3 or form.stages > 3):
@@ -156,9 +169,42 @@ def _refuses(form: Form, widths: Widths, traits: Traits) -> str | None:
     return None
 
 
+def _refuses_fp8(form: HopperForm, columns: int, value_columns: int) -> str | None:
+    """Two sums of a tile of output, and the tile of scores, take most registers; weights want the true maximum."""
+    if form.consumers != 2 or value_columns > 128 or columns > 192:
+        return "FP8 products want 2 consumers, D of 192 or less and Dv of 128 or less"
+    if form.lazy_rescale:
+        return "FP8 weights have no room above the maximum of a row"
+    if form.query_in_registers or form.output_in_query or form.pair_bytes or form.drawers:
+        return "FP8 products take queries from SRAM, have a place for the output, and bring nothing of pairs"
+    return None
+
+
 FLASH_FORWARD = Kernel(
     KernelId("hopper", "flash_forward"), "forward", "forward", "kv", OVER_KEYS, _stages, programs=query_programs,
     read=flash_forward_read, written=flash_forward_written, program=declared(program), refuses=_refuses,
     flops=forward_flops, exps=forward_exps,
-    weighs=True, visits_measured=True, lists=("q",),
+    weighs=True, visits_measured=True, lists=("q",), options=DESCALES,
+)  # fmt: skip
+
+
+# -- values by columns, for FP8 products ---------------------------------------------------------------------------------
+TURNED_KEYS = 128  # of a program: its rows in the result are whole lines of memory
+
+
+def _turned_programs(x: Sizes) -> float:
+    return x.B * x.Hkv * x.T / TURNED_KEYS
+
+
+def _turning_stages(t: Tiles) -> list[Stage]:
+    order = "columns in rows, keys in the order in which a consumer holds weights"
+    return [
+        loads("tile", f"[{TURNED_KEYS}, Dv] of V", ONCE, "HBM -> registers"),
+        Stage("store columns", "store", f"[Dv, {TURNED_KEYS}] of V: {order}", "registers -> SRAM -> HBM", ONCE),
+    ]
+
+
+TURN_VALUES = Kernel(
+    KernelId("hopper", "turn_values"), "forward", "forward", "kv", OVER_KEYS, _turning_stages,
+    programs=_turned_programs, read=value_bytes, written=value_bytes, follows=FLASH_FORWARD.name, visits="none",
 )  # fmt: skip

@@ -1,0 +1,129 @@
+"""Products of FP8 operands on `hopper`: the text of its kernels, run by gluon.py, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from weft import head, kv_pos, masks, q_pos, score
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.planning.machines.hardware import by_name
+from weft.runtime.call import Call, Choices, Dense
+from weft.runtime.descales import OF, dequantized, read_by_kernels
+from weft.runtime.driver import compile_kernels
+from weft.runtime.options import PLAIN
+from weft.runtime.run.key import signature_of_call
+
+from ..support import mostly
+from .gluon import OnACpu
+
+pytest.importorskip("triton")
+
+E4M3 = torch.float8_e4m3fn
+slopes = weft.tensor("slopes", 1)
+VARIANTS = {
+    "full": {},
+    "causal": {"mask": masks.causal},
+    "window": {"mask": masks.sliding_window(100)},
+    "cap": {"score": 20.0 * weft.tanh(score / 20.0), "mask": masks.causal},
+    "alibi": {"score": score + slopes[head] * (kv_pos - q_pos), "mask": masks.causal},
+    "sink": {"sink": slopes[head], "mask": masks.causal},
+}
+
+
+def quantized(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int, value_dim: int, layout: str,
+              per: str) -> dict[str, weft.fp8.Quantized]:  # fmt: skip
+    """query, key and value; the first of "token" where `per` says so, the others by head, or by "tensor"."""
+    torch.manual_seed(q_len + kv_len + dim)
+    query, key = torch.randn(batch, heads, q_len, dim), 3 * torch.randn(batch, kv_heads, kv_len, dim)
+    value = torch.randn(batch, kv_heads, kv_len, value_dim) * torch.linspace(0.1, 5, kv_heads)[:, None, None]
+    others = "head" if per == "token" else per
+    return {
+        "query": weft.fp8.quantize(query, per=per),
+        "key": weft.fp8.quantize(key, per=others),
+        "value": weft.fp8.quantize(value, per=others, layout=layout),
+    }  # fmt: skip
+
+
+def computed(
+    declared: weft.Attention, given: dict[str, weft.fp8.Quantized], operands: dict[str, Tensor], offset: int,
+    out_dtype: str | None, schedule: str | None, seed: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and lse, by kernels that find NaN wherever nobody has written."""
+    main = {n: x.data for n, x in given.items()}
+    read = read_by_kernels("fp8", main, PLAIN.having(**{OF[n]: x.descale for n, x in given.items()}), pooled=False)
+    query, value = main["query"], main["value"]
+    choices = Choices(out=out_dtype)
+    call = Call(query, main["key"], value, None, operands, Dense(offset), choices, query.shape[3], read)
+    signature = replace(signature_of_call(facts_of(declared), "forward", call), arch="sm_90")
+    made = compile_kernels(declared, signature, by_name("h200"), "hopper", schedule)
+    assert made.resolved.target.name == "hopper" and "+fp8" in str(made.resolved.code.schedule)
+    launcher = OnACpu.of(made, declared, seed)
+    dtype = {None: torch.bfloat16, "fp16": torch.float16}[out_dtype]
+    out = torch.full((*query.shape[:3], value.shape[3]), float("nan"), dtype=dtype)
+    results = {"out": out, "lse": torch.full(query.shape[:3], float("nan"))}
+    partition = launcher.partition(call, results)
+    workspace = {n: p.beside(query) for n, p in launcher.workspace(call, results, partition).items()}
+    for tensor in workspace.values():
+        tensor.fill_(float("nan"))
+    launcher(call, results, workspace, partition)
+    return results["out"], results["lse"]
+
+
+def check(
+    name: str, sizes: tuple[int, ...], layout: str = "rows", per: str = "head", offset: int | None = None,
+    out_dtype: str | None = None, schedule: str | None = None, seed: int = 0,
+) -> None:  # fmt: skip
+    """Each element within six standard deviations of what the rounding of weights to e4m3 leaves."""
+    given = quantized(*sizes, layout, per)
+    declared = weft.Attention(**VARIANTS[name], name=f"fp8_{name}")
+    operands = {"slopes": torch.linspace(-0.3, 0.6, sizes[1])} if name in ("alibi", "sink") else {}
+    own = sizes[4] - sizes[3] if offset is None else offset
+    out, lse = computed(declared, given, operands, own, out_dtype, schedule, seed)
+    real = [dequantized(x.data, x.descale, torch.float64) for x in given.values()]
+    exact, exact_lse = declared.reference(*real, return_lse=True, q_offset=own, **operands)
+    assert float((lse - exact_lse).nan_to_num(0.0, 0.0, 0.0).abs().max()) < 1e-4
+    assert torch.equal(lse == float("-inf"), exact_lse == float("-inf"))
+    query, key, value = real
+    # weights as the call has them: with the identity in place of values
+    every = torch.eye(key.shape[2], dtype=torch.float64).expand(*key.shape[:2], -1, -1)
+    weights = declared.reference(query, key, every, q_offset=own, **operands)
+    values = value.repeat_interleave(sizes[1] // sizes[2], 1)
+    deviation = 2.0**-4 / 3**0.5 * (weights.square() @ values.square()).sqrt()
+    unseen = 2.0**-17 * key.shape[2] * values.abs().amax(2, keepdim=True) / weights.amax(-1, keepdim=True).clamp(min=1)
+    allowed = 6 * deviation + unseen * weights.amax(-1, keepdim=True) + 2.0**-8 * exact.abs() + 1e-6
+    assert bool(((out.double() - exact).abs() <= allowed).all())
+
+
+SIZES = {
+    "square": (1, 2, 2, 256, 256, 128, 128),
+    "ends": (2, 4, 2, 130, 201, 64, 64),
+    "narrow values": (1, 2, 1, 200, 233, 128, 80),
+    "two pieces": (1, 2, 2, 129, 250, 192, 128),
+    "unequal pieces": (1, 1, 1, 70, 140, 96, 32),
+}
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("name", mostly(["causal", "cap"], list(VARIANTS)))
+def test_variants(name: str, layout: str) -> None:
+    check(name, SIZES["ends"], layout)
+
+
+@pytest.mark.parametrize("sizes", list(SIZES))
+def test_widths_and_lengths(sizes: str) -> None:
+    check("causal", SIZES[sizes], "columns" if sizes == "square" else "rows")
+
+
+@pytest.mark.parametrize("per", ["tensor", "token"])
+def test_descales_of_a_tensor_and_of_rows_of_the_query(per: str) -> None:
+    check("causal", SIZES["ends"], per=per)
+    check("cap", SIZES["ends"], per=per)
+
+
+def test_rows_that_see_nothing_and_fp16() -> None:
+    check("causal", SIZES["ends"], offset=-40, out_dtype="fp16")
