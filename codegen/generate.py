@@ -75,8 +75,10 @@ def _verify(text: str, template: str, kernels: Sequence[str]) -> None:
         lines = [f"{i + 1:4} {line}" for i, line in enumerate(text.splitlines())]
         around = "\n".join(lines[max(0, (error.lineno or 1) - 6) : (error.lineno or 1) + 3])
         raise InternalError(f"template {template} gave text that does not parse: {error.msg}\n{around}") from error
-    defined = {part.co_name for part in code.co_consts if isinstance(part, CodeType)}
-    missing = sorted(set(kernels) - defined)
+    defined = [part.co_name for part in code.co_consts if isinstance(part, CodeType)]
+    if twice := sorted({name for name in defined if defined.count(name) > 1}):
+        raise InternalError(f"template {template} defined {', '.join(twice)} twice")
+    missing = sorted(set(kernels) - {*defined})
     if missing:
         raise InternalError(f"template {template} gave no kernel {', '.join(missing)}, which the plan has")
 

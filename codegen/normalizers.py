@@ -247,7 +247,7 @@ def _softmax_of_products_apart(raised: list[str]) -> Blocks:
         "factor = gl.zeros([ROWS], gl.float32, ROW)  # of sums that are 0",
     ]
     return Blocks(
-        init="\n".join(first), weigh="\n".join(weigh), accumulate="acc = joined(acc, factor, product)",
+        init="\n".join(first), weigh="\n".join(weigh), accumulate="acc = with_product(acc, factor, product)",
         running=(("reference", "moved"), ("sums", "sums"), ("factor", "shrunk")),
     )  # fmt: skip
 

@@ -52,6 +52,8 @@ class KernelLaunch(NamedTuple):
 class Part:
     """One concern of a launcher: what it gives to each call. A part has no say in what others give."""
 
+    placed: frozenset[str] = frozenset()  # operands, of whose places in memory `conditions` are all that is asked
+
     def tools(self) -> dict[str, Any]:
         """Functions that its texts call."""
         return {}

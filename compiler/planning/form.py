@@ -177,7 +177,7 @@ def _pattern(kind: type[Form]) -> str:
     for name, n in kind.numbers.items():
         one = rf"{n.letters}(?P<{name}>\d{{1,7}})"
         text += one if n.left_out is None else f"(?:{one})?"
-    return rf"{text}(?P<switches>(?:\+[a-z]+)*)"
+    return rf"{text}(?P<switches>(?:\+[a-z][a-z0-9]*)*)"
 
 
 def parse_form(text: str) -> Form | None:

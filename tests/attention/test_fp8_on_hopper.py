@@ -24,7 +24,7 @@ from .gluon import OnACpu
 pytest.importorskip("triton")
 
 E4M3 = torch.float8_e4m3fn
-slopes = weft.tensor("slopes", 1)
+slopes, doc = weft.tensor("slopes", 1), weft.tensor("doc", 2, int)
 VARIANTS = {
     "full": {},
     "causal": {"mask": masks.causal},
@@ -32,6 +32,7 @@ VARIANTS = {
     "cap": {"score": 20.0 * weft.tanh(score / 20.0), "mask": masks.causal},
     "alibi": {"score": score + slopes[head] * (kv_pos - q_pos), "mask": masks.causal},
     "sink": {"sink": slopes[head], "mask": masks.causal},
+    "documents": {"mask": masks.causal & masks.document(doc)},
 }
 
 
@@ -69,7 +70,7 @@ def computed(
     partition = launcher.partition(call, results)
     workspace = {n: p.beside(query) for n, p in launcher.workspace(call, results, partition).items()}
     for tensor in workspace.values():
-        tensor.fill_(float("nan"))
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -(2**31))
     launcher(call, results, workspace, partition)
     return results["out"], results["lse"]
 
@@ -82,6 +83,8 @@ def check(
     given = quantized(*sizes, layout, per)
     declared = weft.Attention(**VARIANTS[name], name=f"fp8_{name}")
     operands = {"slopes": torch.linspace(-0.3, 0.6, sizes[1])} if name in ("alibi", "sink") else {}
+    if name == "documents":
+        operands["doc"] = torch.arange(sizes[4]).expand(sizes[0], -1) // 50
     own = sizes[4] - sizes[3] if offset is None else offset
     out, lse = computed(declared, given, operands, own, out_dtype, schedule, seed)
     real = [dequantized(x.data, x.descale, torch.float64) for x in given.values()]
@@ -109,7 +112,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns"])
-@pytest.mark.parametrize("name", mostly(["causal", "cap"], list(VARIANTS)))
+@pytest.mark.parametrize("name", mostly(["causal", "cap", "documents"], list(VARIANTS)))
 def test_variants(name: str, layout: str) -> None:
     check(name, SIZES["ends"], layout)
 

@@ -148,6 +148,7 @@ class HopperForward(OwnPart):
         described = self._tiled.described()
         if self._form.fp8:
             described["value_desc"] = Described("value_turned", WholeBox)
+            self.placed = frozenset({"value"})
         self.descriptors = Descriptors(job, described, lambda binding: blocks_of(self._tiles(), binding))
 
     @property
@@ -161,6 +162,13 @@ class HopperForward(OwnPart):
 
     def given(self) -> dict[str, Any]:
         return {"counter_ptr": self._job.device.counter()}
+
+    def conditions(self, mode: Mode) -> list[str]:
+        """Of a value whose rows or columns are contiguous, what `turn_values` asks."""
+        if not self._form.fp8:
+            return []
+        steps = "value_sb | value_sh | (value_sl if value_sd == 1 else value_sd)"
+        return ["at_value", "1 in (value_sl, value_sd)", f"(at_value | {steps}) & 15 == 0"]
 
     def buffers(self, mode: Mode) -> list[Buffer]:
         if not self._form.fp8:
