@@ -23,7 +23,7 @@ from ..ir.attention import SEED, Attention
 from ..ir.expr import Call, Const, Expr, Load, Scalar, Symbol, TensorOperand, call, symbol
 from ..ir.operators import OPERATORS, Operator
 from ..ir.philox import ALL_KEPT, TOGETHER, pairs_kept
-from ..ir.walk import loads, nodes, rewrite, scalars, symbols
+from ..ir.walk import loads, nodes, rewrite, scalars, substitute, symbols
 from .dialects import GLUON, TORCH, TRITON, Dialect, Printer, axes
 from .function_lines import AS_BOUND, AS_INT, HERE, IEEE, IN_RANGE, called, commented, returned, taken_from_here
 from .function_values import LOG2_E, deciding_helpers, in_base_2, is_constant, last_of, within
@@ -31,6 +31,7 @@ from .function_values import LOG2_E, deciding_helpers, in_base_2, is_constant, l
 _USUAL_SCALE = call("rsqrt", symbol("head_dim"))
 # How weights of a tile are drawn: by its place; the same further on; where tiles begin anywhere, each pair by itself.
 Draws = Literal["as they lie", "in step", "one by one"]
+DESCALE = "descale"  # of products of FP8 numbers, where scores are handed these as they are
 BY_PAIR = "by_pair"  # what each pair reads, where a tile of it lies in SRAM
 SYMBOL_ARGUMENTS = ("batch", "head", "kv_head", "group", "q_len", "kv_len", "head_dim")
 
@@ -101,6 +102,7 @@ class FunctionPrinter:
     levels: tuple[Expr, Expr | None] | None = None  # slope and rest of a score where all pairs of a tile read alike
     boxed: Load | None = None  # what pairs read and scores are handed, because a tile of it lies in SRAM
     places_boxed: bool = False  # kernels store a gradient of it entry by entry
+    descales: bool = False  # scores are handed products of FP8 numbers, and what these are multiplied by
     adds: bool = False  # score_scale and score_rest in place of scores: what a score is beside a multiple of q.k
 
     @property
@@ -229,7 +231,8 @@ class FunctionPrinter:
             texts.append(self.elementwise("score_scale", self._in_units(scale), title, tile=False, is_factor=True))
         else:
             score = self.facts.attention.canonical.folded_score
-            found.insert(0, ("scores", self._in_units(self._with_given(score)), f"The score{unit}: {score}"))
+            real = substitute(score, {"qk": call("mul", symbol("qk"), Symbol(DESCALE, "float"))}) if self.descales else score
+            found.insert(0, ("scores", self._in_units(self._with_given(real)), f"The score{unit}: {score}"))
         if self.language.is_gpu or not found:
             return texts + [self.elementwise(*each) for each in found]
         parts, values = of_positions([value for _, value, _ in found])
@@ -344,6 +347,7 @@ class FunctionPrinter:
         lines, printer, (result,) = self._assigned([value])
         lines = [*(self._by_distance(value) if of_scores else []), *lines]
         first = ("qk, " if qk else "") + f"q_pos, kv_pos, {parts}" if tile else ""
+        first += f"{DESCALE}, " if of_scores and self.descales else ""
         first += f"{BY_PAIR}, " if of_scores and self.boxed is not None else ""
         first += "apart, " if of_scores and self.tables else ""  # how far the first query and key of a tile are
         text = printer(result) if value.dtype == "bool" or not tile else self._float_tile(printer, result, value)

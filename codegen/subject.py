@@ -52,6 +52,12 @@ class Subject(Planned):
         """Whether rows of sequences without a pair are computed."""
         return self.target.printing.visits_empty and self.signature.sequences.ragged
 
+    @property
+    def descales(self) -> bool:
+        """Whether scores are handed products of FP8 numbers; a factor of all of a score has descales in it."""
+        is_fp8 = bool(self.signature.dtypes.quantized) and self.target.multiplies_fp8
+        return is_fp8 and self.facts.linear_scale is None
+
     @cached_property
     def printer(self) -> FunctionPrinter:
         facts, signature = self.facts, self.signature
@@ -60,7 +66,7 @@ class Subject(Planned):
             source=self.code.tile_source, offsets_64=signature.offsets_64,
             floats=f"torch.{dtype_named(signature.dtype).sums}", tables=self.tables, levels=self._score_of_tiles,
             boxed=facts.boxed_read if self.code.brings_boxes else None, places_boxed=stores_words(facts, signature),
-            adds=self.target.printing.adds and facts.scale_and_rest is not None,
+            descales=self.descales, adds=self.target.printing.adds and facts.scale_and_rest is not None,
         )  # fmt: skip
 
     @property
