@@ -237,13 +237,13 @@ def _softmax_of_products_apart(raised: list[str]) -> Blocks:
         *raised,
         "subtract = finite(moved)",
         "shrunk = gl.exp2(in_base_2(reference - subtract))",
-        "p = gl.exp2(exponent(score, subtract, scale))",
-        "sums = sums * gl.convert_layout(shrunk, gl.SliceLayout(1, sums.type.layout))[:, None] + thread_sums(p)",
+        "p = packed(gl.exp2(exponent(score, subtract, scale)), sram.value.dtype)",
+        "sums = sums * gl.convert_layout(shrunk, gl.SliceLayout(1, sums.type.layout))[:, None] + packed_sums(p)",
     ]
     first = [
         "reference = row_maximum(score, scale)",
-        "p = gl.exp2(exponent(score, finite(reference), scale))",
-        "sums = thread_sums(p)",
+        "p = packed(gl.exp2(exponent(score, finite(reference), scale)), sram.value.dtype)",
+        "sums = packed_sums(p)",
         "factor = gl.zeros([ROWS], gl.float32, ROW)  # of sums that are 0",
     ]
     return Blocks(

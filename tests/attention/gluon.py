@@ -323,10 +323,20 @@ def _add(pointer: Pointer, value: int) -> int:
 
 
 def _asm(text: str, operands: str, arguments: Sequence[Any], *rest: object, **more: object) -> Any:
-    if "e4m3x2" in text:
+    if "satfinite.e4m3x2" in text:
         four = [_of(a).clamp(-448.0, 448.0).to(torch.float8_e4m3fn) for a in arguments]
         return torch.stack(four, -1).view(torch.int32).squeeze(-1)
-    if text == "mov.b32 $0, $1;" and more["pack"] == 4:  # four elements, of which each has a byte of one word
+    if "f16x2.e4m3x2" in text:
+        pairs = arguments[0].contiguous().view(torch.float8_e4m3fn).unflatten(-1, (-1, 2, 2)).half()
+        return pairs.sum(-2, dtype=torch.float16).view(torch.int32).squeeze(-1)
+    if "add.rn.f16x2" in text:
+        one, other = (a.contiguous().view(torch.float16) for a in arguments)
+        return (one + other).view(torch.int32)
+    if "cvt.f32.f16" in text:
+        return arguments[0].contiguous().view(torch.float16).unflatten(-1, (-1, 2)).float().sum(-1)
+    if text == "mov.b32 $0, $1;" and more["pack"] == 1:
+        return arguments[0]
+    if text == "mov.b32 $0, $1;":  # four elements, of which each has a byte of one word
         words = arguments[0].unflatten(-1, (-1, 4))
         return (words >> torch.tensor([0, 8, 16, 24])).flatten(-2).to(torch.int8)
     if "rcp.approx" in text:
