@@ -165,7 +165,7 @@ class Attention(Methods, Declaration):
         if (not is_known or (value is None and self.latent is None)) and not are_jagged(query, key, value):
             self._check(query, key, value, operands, options.block_table is not None)
         if options.are_read or key.dtype in FP8:
-            main, options = conversion.converted(self, Main(query, key, value, rope), options, operands)
+            main, options = conversion.converted(own.variant, Main(query, key, value, rope), options, operands)
             query, key, value, rope = main
         if q_offset is None and not is_ragged:
             try:
@@ -227,7 +227,7 @@ class Attention(Methods, Declaration):
         if not torch.compiler.is_compiling():
             return None
         if options.are_read or main.key.dtype in FP8:
-            main, options = conversion.converted(self, main, options, operands)
+            main, options = conversion.converted(self._variant, main, options, operands)
         out, lse = in_graphs.traced(self, self._internals, main, options, operands, head_dim)
         return (out, self._shown(lse)) if options.return_lse else out
 

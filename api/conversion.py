@@ -16,16 +16,17 @@ from torch import Tensor
 from .codegen.torch_private import constant_while_tracing, under_transform
 from .compiler.planning.conversion import copied_bytes, pays
 from .compiler.planning.machines.hardware import Hardware, for_device
-from .compiler.planning.signature import Described, Dtypes, Signature, Widths, signature_of
+from .compiler.planning.signature import Described, Signature, Widths, signature_of
+from .compiler.planning.target import Target
 from .internals import Main
-from .ir.attention import Attention
 from .ir.errors import collected
 from .runtime import descales, driver
 from .runtime.call import LARGEST_PAGE, is_page
 from .runtime.check.sequences import ragged_problems
 from .runtime.ops.quantize import dequantize, dequantize_pages, large_table
-from .runtime.options import CallOptions
+from .runtime.options import PLAIN, CallOptions
 from .runtime.run.key import dtypes_of
+from .runtime.run.variant import Variant, variant_of_text
 from .runtime.settings import checks_values, traced_target
 
 HALF = torch.bfloat16  # fp16 would lose what descales make large or small
@@ -33,15 +34,17 @@ MOST_COPIED = 2**30  # bytes of copies of pages: a server has given most of the 
 
 
 def converted(
-    attention: Attention, main: Main, options: CallOptions, operands: Mapping[str, Any]
+    variant: Variant, main: Main, options: CallOptions, operands: Mapping[str, Any]
 ) -> tuple[Main, CallOptions]:
     """The operands in 16 bits, and the options of a call with these; both as they are where that is not faster."""
-    name = str(attention.name)
+    if options.schedule is not None or (options.target or traced_target()) is not None:
+        return main, options  # before all else, as these are asked at each call
+    name = str(variant.name)
     named = {"query": main.query, "key": main.key, "value": main.value}
-    if main.rope is not None or not is_convertible(named, options, operands):
+    arch = _arch_of(main.query.device) if isinstance(main.query, Tensor) else ""
+    if are_multiplied(variant, arch, named, options):
         return main, options
-    arch = _arch_of(main.query.device)
-    if not is_faster(arch, named, options) or are_multiplied(attention, arch, named, options):
+    if main.rope is not None or not is_convertible(named, options, operands) or not is_faster(arch, named, options):
         return main, options
     table, kv_lens = options.block_table, options.kv_lens
     descales.refuse_bare(name, named, options)
@@ -92,27 +95,56 @@ def is_convertible(main: descales.Main, options: CallOptions, operands: Mapping[
     return not (wanted and torch.is_grad_enabled())
 
 
-def are_multiplied(attention: Attention, arch: str, main: descales.Main, options: CallOptions) -> bool:
-    """Whether a target multiplies these operands as they are stored."""
+def are_multiplied(variant: Variant, arch: str, main: descales.Main, options: CallOptions) -> bool:
+    """Whether a target multiplies these operands as they are stored. At each call: few look closely."""
     query, key, value = main["query"], main["key"], main["value"]
     if query is None or key is None or value is None or options.are_ragged or query.dtype not in descales.FP8:
         return False
-    given = {n: getattr(options, n) for n in descales.NAMES[1:]}
-    by_rows = frozenset(n for n, d in given.items() if isinstance(d, Tensor) and d.dim() > 1 and d.shape[-2] > 1)
-    dtypes = dtypes_of(attention, query, key, value, descales.out_name(options))
-    signature = _signature(arch, dtypes, Widths(query.shape[3], value.shape[3]), by_rows, query.shape[2], key.shape[2])
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return False
+    (_, _, _, head_dim), (_, _, _, value_dim) = query.shape, value.shape
+    rows = _has_rows(options.k_descale), _has_rows(options.v_descale)
+    dtypes = query.dtype, key.dtype, value.dtype, options.out_dtype
+    if torch.compiler.is_compiling():  # addresses are not known
+        return _is_multiplying(variant.text, arch, dtypes, head_dim, value_dim, rows)
+    multiplying = _multiplying(variant.text, arch, dtypes, head_dim, value_dim, rows)
+    if not multiplying:
+        return False
+    bits = query.data_ptr() | key.data_ptr() | value.data_ptr()
+    for tensor in (query, key, value):
+        (batch, head, row, column) = tensor.stride()
+        bits |= batch | head | (column if row == 1 else row)
+    if bits & 15 == 0:
+        return True
+    _, signature = multiplying
     call: Any = SimpleNamespace(query=query, key=key, value=value, rope=None)
-    return any(t.misfit(signature, call) is None for t in driver.multiplying_fp8(attention, signature))
+    return any(t.misfit(signature, call) is None for t in multiplying[0])
+
+
+def _has_rows(descale: Any) -> bool:
+    """Whether a descale is that of rows."""
+    return isinstance(descale, Tensor) and descale.dim() > 1 and descale.shape[-2] > 1
+
+
+@constant_while_tracing
+def _is_multiplying(*asked: Any) -> bool:
+    return _multiplying(*asked) is not None
 
 
 @lru_cache(maxsize=256)
-def _signature(
-    arch: str, dtypes: Dtypes, widths: Widths, by_rows: frozenset[str], q_len: int, kv_len: int
-) -> Signature:
-    described = Described(
-        "forward", arch, dtypes.products, widths, rows=(q_len, kv_len), scaled_rows=by_rows, dtypes=dtypes
-    )
-    return signature_of(described, masked=False, sums_pairs=False)
+def _multiplying(
+    text: str, arch: str, dtypes: tuple[Any, ...], head_dim: int, value_dim: int, rows: tuple[bool, bool]
+) -> tuple[tuple[Target, ...], Signature] | None:
+    """The targets that multiply FP8 operands of such calls, whose queries are many, and what these have in common."""
+    attention, (*given, out) = variant_of_text(text).attention, dtypes
+    query, key, value = (torch.empty(0, dtype=dtype) for dtype in given)
+    named = dtypes_of(attention, query, key, value, descales.out_name(PLAIN.having(out_dtype=out)))
+    by_rows = frozenset(n for n, has in zip(descales.NAMES[1:], rows) if has)
+    widths = Widths(head_dim, value_dim)
+    described = Described("forward", arch, named.products, widths, scaled_rows=by_rows, dtypes=named)
+    signature = signature_of(described, masked=False, sums_pairs=False)
+    targets = driver.multiplying_fp8(attention, signature)
+    return (targets, signature) if targets else None
 
 
 def _are_pages(given: Sequence[Tensor], options: CallOptions) -> bool:

@@ -324,7 +324,7 @@ def _converted(
     if not conversion.is_convertible(main, own, options):
         return operands, options, ()
     if not conversion.is_faster(machine.arch, main, own) or conversion.are_multiplied(
-        attention, machine.arch, main, own
+        variant_of(attention), machine.arch, main, own
     ):
         return operands, options, ()
     table = own.block_table

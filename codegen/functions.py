@@ -231,8 +231,9 @@ class FunctionPrinter:
             texts.append(self.elementwise("score_scale", self._in_units(scale), title, tile=False, is_factor=True))
         else:
             score = self.facts.attention.canonical.folded_score
-            real = substitute(score, {"qk": call("mul", symbol("qk"), Symbol(DESCALE, "float"))}) if self.descales else score
-            found.insert(0, ("scores", self._in_units(self._with_given(real)), f"The score{unit}: {score}"))
+            products = {"qk": call("mul", symbol("qk"), Symbol(DESCALE, "float"))} if self.descales else {}
+            value = self._in_units(self._with_given(substitute(score, products)))
+            found.insert(0, ("scores", value, f"The score{unit}: {score}"))
         if self.language.is_gpu or not found:
             return texts + [self.elementwise(*each) for each in found]
         parts, values = of_positions([value for _, value, _ in found])

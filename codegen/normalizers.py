@@ -231,8 +231,10 @@ def _softmax_of_hopper(terms: Terms) -> Blocks:
 
 
 def _softmax_of_products_apart(raised: list[str]) -> Blocks:
-    """The same where products of a tile, `product`, join the sums by a multiply-add: these are in units of the reference
-    before, so that one instruction also rescales them."""
+    """The same where products of a tile, `product`, join the sums by a multiply-add.
+
+    Sums are in units of the reference before, so that one instruction also rescales them.
+    """
     weigh = [
         *raised,
         "subtract = finite(moved)",

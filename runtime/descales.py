@@ -38,7 +38,10 @@ def read_by_kernels(name: str, main: Main, options: CallOptions, pooled: bool) -
     Raises WeftError for what is no descale of these operands, naming all that is wrong.
     """
     given = {operand: getattr(options, n) for operand, n in OF.items() if getattr(options, n) is not None}
-    problems = [p for operand, descale in given.items() for p in _problems(operand, main, descale, pooled)]
+    problems = [
+        p for operand, descale in given.items() if not _is_usual(main[operand], descale)
+        for p in _problems(operand, main, descale, pooled)
+    ]  # fmt: skip
     problems += _out_problems(main, options.out_dtype)
     if problems:
         raise collected(name, problems)
@@ -76,6 +79,19 @@ def _canonical(operand: str, tensor: Tensor, descale: float | Tensor) -> Tensor:
         descale = descale.reshape(*[1] * (4 - descale.dim()), *descale.shape)
     blocks = rows if operand == "query" and descale.shape[2] == 1 else descale.shape[2]
     return descale.expand(batch, heads, blocks, 1)
+
+
+def _is_usual(tensor: Tensor | None, descale: object) -> bool:
+    """Whether this is one number for a tensor, a batch row or a head, as `quantize` gives it on a GPU.
+
+    Nobody looks at its values. At each call: a quick look.
+    """
+    if torch.compiler.is_compiling() or type(descale) is not Tensor or tensor is None or descale.dim() != 4:
+        return False
+    batch, heads, rows, width = descale.shape
+    fits = batch in (1, tensor.shape[0]) and heads in (1, tensor.shape[1]) and rows == width == 1
+    same = descale.dtype == torch.float32 and descale.get_device() == tensor.get_device() >= 0
+    return fits and same and not descale.requires_grad and tensor.dtype in FP8 and not checks_values()
 
 
 def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterator[Problem]:

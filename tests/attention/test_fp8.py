@@ -399,7 +399,10 @@ def test_calls_under_vmap_have_descales_of_their_own() -> None:
 def test_a_plan_says_who_computes_fp8_and_who_cannot() -> None:
     (query, key, value), options = operands("cpu", dim=64, value_dim=64)
     text = CAUSAL.explain(query, key, value, device="h100", **options)
-    assert "flash_forward=triton" in text and "hopper: has no FP8 key, value; leave target out" in text
+    assert (
+        "flash_forward=triton" in text
+        and "hopper: has FP8 products where query, key and value are all e4m3; leave" in text
+    )
     with pytest.raises(weft.UnavailableError, match="has e4m3 from compute capability 8.9 on, this is sm_80; quantise"):
         CAUSAL.explain(query, key, value, device="a100", **options)
 

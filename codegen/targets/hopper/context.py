@@ -212,7 +212,8 @@ def _forward(code: CodePlan, facts: Facts) -> Forward:
     config = _with_form(
         ForwardConfig, form, head_dim=widths.head_dim, value_dim=widths.value_dim, columns=columns,
         value_columns=value_columns, loads_at_positions=facts.loads_at_positions, pieces=pieces_of(form, widths)[0],
-        turned_keys=TURNED_KEYS, descales=[n for n in ("q_descale", "k_descale", "v_descale") if n in code.signature.options],
+        turned_keys=TURNED_KEYS,
+        descales=[n for n in ("q_descale", "k_descale", "v_descale") if n in code.signature.options],
     )  # fmt: skip
     return Forward(config, forward_program(form, held_by(code, facts)))
 

@@ -87,7 +87,8 @@ def no_fp8_products(c: Case) -> str | None:
         (not c.pairwise and not variant.drops, "with softmax weights, none dropped"),
         (not c.facts.scores_lie_far, "with scores that are known to lie near 0"),
         (not c.facts.scale_sign_unknown, "where the factor of a score is positive"),
-        (not c.widths.rope_dim and c.widths.head_dim % 16 == 0 and not any(n % 32 for n in pieces), "in tiles of 32 columns"),
+        (not c.widths.rope_dim, "with keys of one tensor"),
+        (c.widths.head_dim % 16 == 0 and not any(n % 32 for n in pieces), "with D in pieces of 32, 64 or 128 columns"),
         (c.widths.head_dim <= 192 and c.widths.value_dim <= 128, "with D of 192 or less and Dv of 128 or less"),
     )  # fmt: skip
     return next((words for holds, words in needs if not holds), None)

@@ -48,11 +48,12 @@ def _constants(form: HopperForm, held: Held) -> dict[str, str | int]:
 
 def _add_tiles(p: Program, form: HopperForm, held: Held) -> None:
     pieces, value = columns_in(pieces_of(form, held.widths)[0]), [Columns("VALUE_COLUMNS")]
-    own, out = ({"element": 1}, {"dtype": "out_desc.dtype", "element": 2}) if form.fp8 else ({}, {})
-    p.ring("query", f"QUERY_BUFFERS * CONSUMERS, {held.ones}, ROWS", pieces, **own)
-    p.ring("key", f"STAGES, {held.ones}, BLOCK_KV", pieces, **own)
+    element = 1 if form.fp8 else ""
+    p.ring("query", f"QUERY_BUFFERS * CONSUMERS, {held.ones}, ROWS", pieces, element=element)
+    p.ring("key", f"STAGES, {held.ones}, BLOCK_KV", pieces, element=element)
     if form.fp8:
-        p.ring("value", f"STAGES, {held.ones}, VALUE_COLUMNS", [Columns("BLOCK_KV")], about="columns in rows", **own)
+        turned = f"STAGES, {held.ones}, VALUE_COLUMNS"
+        p.ring("value", turned, [Columns("BLOCK_KV")], about="columns in rows", element=element)
     else:
         p.ring("value", f"STAGES, {held.ones}, BLOCK_KV", value)
     if form.pair_bytes:
@@ -63,7 +64,8 @@ def _add_tiles(p: Program, form: HopperForm, held: Held) -> None:
         said = "words that say which weights are dropped, by the threads that have these"
         p.ring("dropped", "CONSUMERS, BLOCK_KV // 16, 128, 4", dtype="gl.int32", layout=plain(3), about=said)
     place = f"query{pieces[0].name}" if form.output_in_query else ""
-    p.tile("out", f"CONSUMERS, {held.ones}, ROWS", value, place=place, **out)
+    dtype, bytes_of = ("out_desc.dtype", 2) if form.fp8 else ("dtype", "")
+    p.tile("out", f"CONSUMERS, {held.ones}, ROWS", value, place=place, dtype=dtype, element=bytes_of)
     p.cards("cards", "CARDS * CARD_FIELDS, 1")
 
 
@@ -114,10 +116,8 @@ def _stages(t: Tiles) -> list[Stage]:
         "V; sum and O rescaled"
     )
     if form.fp8:
-        beside = "P V of the tile before, and O times its factor + P V, in full precision; on full tiles beside the softmax"
-        weights = (
-            "reference raised to the maximum, less 8; P = exp2(S - reference) in e4m3, which waits in registers for its V"
-        )
+        beside = "P V of the tile before, which joins O in full precision; on full tiles beside the softmax of this one"
+        weights = "reference raised to the maximum less 8; P = exp2(S - reference) in e4m3, which waits for its V; sum"
     results = f"{t.output('O / sum')} by TMA, {t.rows('lse = reference + log(sum)')}{t.sink_text}"
     if not t.traits.normalizer.saves_lse:
         sums = f"{t.output('O')} float32, by {consumers}"
@@ -188,7 +188,7 @@ FLASH_FORWARD = Kernel(
 )  # fmt: skip
 
 
-# -- values by columns, for FP8 products ---------------------------------------------------------------------------------
+# -- values by columns, for FP8 products -------------------------------------------------------------------------------
 TURNED_KEYS = 128  # of a program: its rows in the result are whole lines of memory
 
 
