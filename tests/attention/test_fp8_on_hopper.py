@@ -37,9 +37,9 @@ VARIANTS = {
 
 
 def quantized(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int, value_dim: int, layout: str,
-              per: str) -> dict[str, weft.fp8.Quantized]:  # fmt: skip
+              per: str, seed: int = 0) -> dict[str, weft.fp8.Quantized]:  # fmt: skip
     """query, key and value; the first of "token" where `per` says so, the others by head, or by "tensor"."""
-    torch.manual_seed(q_len + kv_len + dim)
+    torch.manual_seed(q_len + kv_len + dim + 1000 * seed)
     query, key = torch.randn(batch, heads, q_len, dim), 3 * torch.randn(batch, kv_heads, kv_len, dim)
     value = torch.randn(batch, kv_heads, kv_len, value_dim) * torch.linspace(0.1, 5, kv_heads)[:, None, None]
     others = "head" if per == "token" else per
@@ -48,6 +48,12 @@ def quantized(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, di
         "key": weft.fp8.quantize(key, per=others),
         "value": weft.fp8.quantize(value, per=others, layout=layout),
     }  # fmt: skip
+
+
+def operands_of(name: str, sizes: tuple[int, ...]) -> dict[str, Tensor]:
+    """What a variant reads."""
+    found = {"slopes": torch.linspace(-0.3, 0.6, sizes[1])} if name in ("alibi", "sink") else {}
+    return found | ({"doc": torch.arange(sizes[4]).expand(sizes[0], -1) // 50} if name == "documents" else {})
 
 
 def computed(
@@ -82,23 +88,29 @@ def check(
     """Each element within six standard deviations of what the rounding of weights to e4m3 leaves."""
     given = quantized(*sizes, layout, per)
     declared = weft.Attention(**VARIANTS[name], name=f"fp8_{name}")
-    operands = {"slopes": torch.linspace(-0.3, 0.6, sizes[1])} if name in ("alibi", "sink") else {}
-    if name == "documents":
-        operands["doc"] = torch.arange(sizes[4]).expand(sizes[0], -1) // 50
+    operands = operands_of(name, sizes)
     own = sizes[4] - sizes[3] if offset is None else offset
     out, lse = computed(declared, given, operands, own, out_dtype, schedule, seed)
-    real = [dequantized(x.data, x.descale, torch.float64) for x in given.values()]
-    exact, exact_lse = declared.reference(*real, return_lse=True, q_offset=own, **operands)
+    check_rounded(declared, given, own, operands, out, lse)
+
+
+def check_rounded(
+    declared: weft.Attention, given: dict[str, weft.fp8.Quantized], offset: int, operands: dict[str, Tensor],
+    out: Tensor, lse: Tensor,
+) -> None:  # fmt: skip
+    """Whether out and lse are those of these numbers but for weights that are rounded to e4m3."""
+    query, key, value = real = [dequantized(x.data, x.descale, torch.float64) for x in given.values()]
+    exact, exact_lse = declared.reference(*real, return_lse=True, q_offset=offset, **operands)
     assert float((lse - exact_lse).nan_to_num(0.0, 0.0, 0.0).abs().max()) < 0.05
     assert torch.equal(lse == float("-inf"), exact_lse == float("-inf"))
-    query, key, value = real
     # weights as the call has them: with the identity in place of values
-    every = torch.eye(key.shape[2], dtype=torch.float64).expand(*key.shape[:2], -1, -1)
-    weights = declared.reference(query, key, every, q_offset=own, **operands)
-    values = value.repeat_interleave(sizes[1] // sizes[2], 1)
+    every = torch.eye(key.shape[2], dtype=torch.float64, device=key.device).expand(*key.shape[:2], -1, -1)
+    weights = declared.reference(query, key, every, q_offset=offset, **operands)
+    values = value.repeat_interleave(query.shape[1] // key.shape[1], 1)
     deviation = 2.0**-4 / 3**0.5 * (weights.square() @ values.square()).sqrt()
-    unseen = 2.0**-17 * key.shape[2] * values.abs().amax(2, keepdim=True) / weights.amax(-1, keepdim=True).clamp(min=1)
-    allowed = 6 * deviation + unseen * weights.amax(-1, keepdim=True) + 2.0**-8 * exact.abs() + 1e-6
+    largest = weights.amax(-1, keepdim=True)
+    unseen = 2.0**-17 * key.shape[2] * largest * values.abs().amax(2, keepdim=True)
+    allowed = 6 * deviation + unseen + 2.0**-8 * exact.abs() + 1e-6
     assert bool(((out.double() - exact).abs() <= allowed).all())
 
 

@@ -75,6 +75,12 @@ class Sink:
     rows: tuple[Tensor, ...]  # batch row, head and row of those that a sequence has
 
 
+def multiplies_fp8(call: Call) -> bool:
+    """Whether hopper may multiply the operands as they are stored."""
+    formats = [kind for name, kind, _ in call.fp8 if name in ("query", "key", "value")]
+    return call.target == "hopper" and formats == ["e4m3"] * 3
+
+
 def precision_of(call: Call) -> Precision:
     if call.dtype == "float64":
         return FP64
@@ -352,9 +358,13 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     call = built.call
     eps = EPS["float64" if call.dtype == "float64" else "float32"]
     product_eps = EPS[call.dtype]  # kernels round weights, and their gradients, to the operands' dtype
+    if multiplies_fp8(call):
+        product_eps = max(product_eps, 2.0**-4)  # e4m3 has three digits behind the first
     p = dense.weights.detach()
-    coarse = rounds_keys(built) or precision_of(call) is FAST_TANH
+    coarse = rounds_keys(built) or precision_of(call) is FAST_TANH or multiplies_fp8(call)
     off = _off(dense, eps, call, COARSEST if coarse else HOPELESS)
+    if multiplies_fp8(call):  # sums of Hopper's products of FP8 keep 14 bits
+        off = off + 2.0**-12 * _slopes(dense, dense.query.detach().abs() @ dense.key.detach().abs().mT)
     terms = max(call.q_len * (call.heads // call.kv_heads), call.kv_len)  # a sum of equal ones drifts
     sink_p, sink_off = _of_sink(dense, eps)
     of_sum = ((p * off.expm1()).sum(-1) + sink_p * sink_off.expm1())[..., None]
@@ -367,10 +377,14 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     # kernels take what comes near the smallest normal numbers for 0
     tiny = 2.0**-120 if call.target == "cpu" else 2.0**-24 if call.dtype == "float16" else 2.0**-125
     share = share + tiny * (p > 0)
+    if multiplies_fp8(call):  # the least number of e4m3, beside 2**8 of the largest weight
+        share = share + 2.0**-17 * p.amax(-1, keepdim=True) * (p > 0)
     moved = slope * rounded if steps else share
     query, key, value = (t.detach().abs() for t in (dense.query, dense.key, dense.value))
     out = (share * dense.kept) @ value + _of_projected_values(built, dense, eps)
     found = {"out": out, "lse": (p * off).sum(-1) + sink_p * sink_off + 4 * eps * (1 + _finite(dense.lse).abs())}
+    if multiplies_fp8(call):  # the sum of a row is that of its rounded weights
+        found["lse"] = found["lse"] + 2.0**-4
     if call.target == "cpu" and "16" in call.dtype:  # torch's own attention has short exponentials: off by 6.3e-5
         found["lse"] = found["lse"] + 2.0**-13
     if precision_of(call) is FAST_TANH:  # a factor of scores that lie far from 0 may have its error too

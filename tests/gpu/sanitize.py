@@ -182,10 +182,11 @@ def quantized(per: Any, layout: Any, *tensors: Tensor) -> tuple[list[Tensor], di
 
 
 def fp8(
-    name: str, target: str, per: Any = "head", layout: Any = "rows", queries: int = Q_LEN, all_of: bool = False
-) -> None:
+    name: str, target: str, per: Any = "head", layout: Any = "rows", queries: int = Q_LEN, all_of: bool = False,
+    width: int = 80,
+) -> None:  # fmt: skip
     variant, shapes = VARIANTS[name], ((4, queries), (2, KV_LEN), (2, KV_LEN))
-    query, *rest = (random(2, h, n, 80) for h, n in shapes)
+    query, *rest = (random(2, h, n, width) for h, n in shapes)
     tensors, descales = quantized(per, layout, *([query] if all_of else []), *rest)
     tensors = tensors if all_of else [query, *tensors]
     differentiated(variant, tensors, False, target=target, **operands_of(variant, 2, 4, KV_LEN), **descales)
@@ -259,6 +260,8 @@ def cases(targets: Sequence[str]) -> dict[str, Callable[[], None]]:
     for name in ("causal", "alibi", "window", "sink", "sigmoid", "dropout"):
         add(fp8, name)
         add(fp8, name, all_of=True, layout="columns", per="token")
+        add(fp8, name, all_of=True, layout="columns", width=128)  # of hopper's products
+        add(fp8, name, all_of=True, width=96)
     for per in ("tensor", 64, "token"):
         add(fp8, "causal", per=per)
         add(fp8, "causal", per=per, queries=1)

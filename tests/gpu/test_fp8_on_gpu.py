@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import weft
+from weft.runtime.descales import OF
 
+from ..attention import test_fp8_on_hopper as products
 from ..attention.cases import cases
 from ..attention.test_fp8 import E4M3, E5M2, MASKED, check, with_fp8_values
 from ..attention.test_fp8_conversion import CAUSAL, paged_call
@@ -46,7 +48,7 @@ def test_many_queries_take_copies(layout, name, monkeypatch) -> None:
         key, value = (poisoned((2, 2, 400, 64), torch.float32, "cuda", seed=10 + n + i) for i in range(2))
         key8, value8 = weft.fp8.quantize(key, per=per), weft.fp8.quantize(value, per=per, layout=layout)
         options = {**given, "k_descale": key8.descale, "v_descale": value8.descale}
-        if n % 2:
+        if n > 1:  # descales of rows, which hopper does not multiply by
             query, options["q_descale"] = weft.fp8.quantize(query, per=per)
         assert "made bf16 first" in variant.explain(query, key8.data, value8.data, **options)
         check_copies(variant, (query, key8.data, value8.data), **options)
@@ -76,3 +78,30 @@ def check_copies(variant, tensors, **options) -> None:
     ]
     plain = variant.reference(*real, **{n: v for n, v in options.items() if n not in names})
     check_errors(found, exact, plain, variant.name)
+
+
+@on_hopper
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("name", list(products.VARIANTS))
+@pytest.mark.parametrize("sizes", list(products.SIZES))
+def test_products_of_fp8(sizes, name, layout) -> None:
+    """As test_fp8_on_hopper.py has them on a CPU; twice, of which the second time takes the direct way."""
+    declared, shape = weft.Attention(**products.VARIANTS[name], name=f"products_{name}"), products.SIZES[sizes]
+    operands = {n: t.cuda() for n, t in products.operands_of(name, shape).items()}
+    for seed, per in enumerate(("head", "tensor", "token", "head")):
+        made = products.quantized(*shape, layout, per, seed)
+        given = {n: weft.fp8.Quantized(x.data.cuda(), x.descale.cuda()) for n, x in made.items()}
+        options = {OF[n]: x.descale for n, x in given.items()}
+        tensors = [x.data for x in given.values()]
+        assert "+fp8" in declared.explain(*tensors, **operands, **options)
+        out, lse = declared(*tensors, **operands, **options, return_lse=True)
+        products.check_rounded(declared, given, shape[4] - shape[3], operands, out, lse)
+
+
+@on_hopper
+def test_products_of_fp8_in_a_compiled_call() -> None:
+    given = products.quantized(*products.SIZES["square"], "columns", "head")
+    tensors = [x.data.cuda() for x in given.values()]
+    options = {OF[n]: x.descale.cuda() for n, x in given.items()}
+    compiled = torch.compile(lambda *t: CAUSAL(*t, **options), fullgraph=True)
+    assert torch.equal(compiled(*tensors), CAUSAL(*tensors, **options))
