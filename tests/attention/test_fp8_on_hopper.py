@@ -37,11 +37,12 @@ VARIANTS = {
 
 
 def quantized(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int, value_dim: int, layout: str,
-              per: str, seed: int = 0) -> dict[str, weft.fp8.Quantized]:  # fmt: skip
+              per: str, seed: int = 0, device: str = "cpu") -> dict[str, weft.fp8.Quantized]:  # fmt: skip
     """query, key and value; the first of "token" where `per` says so, the others by head, or by "tensor"."""
     torch.manual_seed(q_len + kv_len + dim + 1000 * seed)
     query, key = torch.randn(batch, heads, q_len, dim), 3 * torch.randn(batch, kv_heads, kv_len, dim)
     value = torch.randn(batch, kv_heads, kv_len, value_dim) * torch.linspace(0.1, 5, kv_heads)[:, None, None]
+    query, key, value = (x.to(device) for x in (query, key, value))
     others = "head" if per == "token" else per
     return {
         "query": weft.fp8.quantize(query, per=per),
@@ -142,3 +143,51 @@ def test_descales_of_a_tensor_and_of_rows_of_the_query(per: str) -> None:
 
 def test_rows_that_see_nothing_and_fp16() -> None:
     check("causal", SIZES["ends"], offset=-40, out_dtype="fp16")
+
+
+REFUSED = {  # what other targets compute, or copies in bf16
+    "bf16 queries": ({"query": torch.bfloat16}, "query, key and value are all e4m3"),
+    "e5m2": ({"key": torch.float8_e5m2}, "query, key and value are all e4m3"),
+    "fp32 output": ({"out": "fp32"}, "a bf16 or fp16 output"),
+    "rows": ({"per": "token"}, "one k_descale and v_descale a head"),
+    "wide": ({"dim": 256}, "D of 192 or less and Dv of 128 or less"),
+    "odd pieces": ({"dim": 80}, "D in pieces of 32, 64 or 128 columns"),
+    "dropout": ({"variant": weft.Attention(dropout=0.1, name="fp8_drops")}, "softmax weights, none dropped"),
+    "sigmoid": ({"variant": weft.Attention(normalizer="sigmoid", name="fp8_sigmoid")}, "softmax weights"),
+    "signed": ({"variant": weft.Attention(score * slopes[head], name="fp8_signed")}, "factor of a score is positive"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_has_no_products_of_fp8(name: str) -> None:
+    """The target says why, and the plan names another one."""
+    given, words = REFUSED[name]
+    dim, per = given.get("dim", 64), given.get("per", "head")
+    made = quantized(1, 2, 2, 300, 300, dim, dim, "rows", "head")
+    tensors = {n: x.data.to(given.get(n, E4M3)) for n, x in made.items()}
+    rows = 300 if per == "token" else 1
+    descales = {OF[n]: torch.ones(1, 2, rows, 1) for n, t in tensors.items() if t.dtype != torch.bfloat16}
+    options = descales | ({"out_dtype": torch.float32} if "out" in given else {})
+    variant = given.get("variant", weft.Attention(mask=masks.causal, name="fp8_refused"))
+    operands = {"slopes": torch.ones(2)} if name == "signed" else {}
+    text = variant.explain(*tensors.values(), device="h100", **options, **operands)
+    assert "+fp8" not in text
+    with pytest.raises(weft.UnavailableError, match=f"has FP8 products .*{words}"):
+        variant.explain(*tensors.values(), device="h100", target="hopper", **options, **operands)
+
+
+def test_a_latent_cache_in_fp8_is_planned_for_hopper_cards() -> None:
+    latent = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=512, rope=64), scale=0.1, name="fp8_latent_plan")
+    cache = weft.fp8.quantize(torch.randn(1, 1, 512, 512), "token")
+    query, rope = torch.randn(1, 16, 4, 576, dtype=torch.bfloat16), torch.randn(1, 1, 512, 64, dtype=torch.bfloat16)
+    text = latent.explain(query, cache.data, rope=rope, k_descale=cache.descale, device="h100")
+    assert "split_forward=triton" in text
+
+
+def test_values_that_begin_between_16_bytes_are_left_to_others() -> None:
+    made = quantized(1, 2, 2, 300, 300, 64, 64, "rows", "head")
+    tensors = {n: x.data for n, x in made.items()}
+    tensors["value"] = torch.cat([tensors["value"].view(torch.uint8)] * 2, -1).view(E4M3)[..., 3:67]
+    options = {OF[n]: x.descale for n, x in made.items()}
+    causal = weft.Attention(mask=masks.causal, name="fp8_unaligned")
+    assert "+fp8" not in causal.explain(*tensors.values(), device="h100", **options)

@@ -89,8 +89,7 @@ def test_products_of_fp8(sizes, name, layout) -> None:
     declared, shape = weft.Attention(**products.VARIANTS[name], name=f"products_{name}"), products.SIZES[sizes]
     operands = {n: t.cuda() for n, t in products.operands_of(name, shape).items()}
     for seed, per in enumerate(("head", "tensor", "token", "head")):
-        made = products.quantized(*shape, layout, per, seed)
-        given = {n: weft.fp8.Quantized(x.data.cuda(), x.descale.cuda()) for n, x in made.items()}
+        given = products.quantized(*shape, layout, per, seed, "cuda")
         options = {OF[n]: x.descale for n, x in given.items()}
         tensors = [x.data for x in given.values()]
         assert "+fp8" in declared.explain(*tensors, **operands, **options)
@@ -100,8 +99,8 @@ def test_products_of_fp8(sizes, name, layout) -> None:
 
 @on_hopper
 def test_products_of_fp8_in_a_compiled_call() -> None:
-    given = products.quantized(*products.SIZES["square"], "columns", "head")
-    tensors = [x.data.cuda() for x in given.values()]
-    options = {OF[n]: x.descale.cuda() for n, x in given.items()}
+    given = products.quantized(*products.SIZES["square"], "columns", "head", device="cuda")
+    tensors = [x.data for x in given.values()]
+    options = {OF[n]: x.descale for n, x in given.items()}
     compiled = torch.compile(lambda *t: CAUSAL(*t, **options), fullgraph=True)
     assert torch.equal(compiled(*tensors), CAUSAL(*tensors, **options))
