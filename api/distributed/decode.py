@@ -92,10 +92,11 @@ class ShardedStep(Step):
             raise UnavailableError(
                 "attend: a cache that ranks hold together is not traced by torch.compile; compile what is around it"
             )
-        cache, problem, found = self.cache, None, None
+        cache, found = self.cache, None
+        problem: Exception | None = None
         try:
             found = self._own(layer, variant, query, given)
-        except WeftError as error:
+        except Exception as error:  # whatever it is, as no memory, other ranks hear of it
             problem = error
         if cache.agree is True:  # a device computes meanwhile
             cache.check(_told(layer, variant, query, given), problem)
@@ -260,10 +261,11 @@ class _Sharded(Cache):
         *, packed: bool = False,
     ) -> Step:  # fmt: skip
         """As of other caches. Raises WeftError on all ranks where one extends other sequences, by other tokens."""
-        step, problem, told = None, None, {"call": "extend"}
+        step, told = None, {"call": "extend"}
+        problem: Exception | None = None
         try:
             step = super().extend(sequences, lengths, tokens, packed=packed)
-        except WeftError as error:
+        except Exception as error:
             problem = error
         if step is not None:
             rows = zip(step.sequences, step.starts, step.ends)
@@ -293,7 +295,7 @@ class _Sharded(Cache):
         )
         return super().append(sequences, key, value, lengths=lengths, tokens=tokens)
 
-    def check(self, told: Mapping[str, str], problem: WeftError | None) -> None:
+    def check(self, told: Mapping[str, str], problem: Exception | None) -> None:
         """Raise WeftError on all ranks where they differ in what they are told, or where one has a problem."""
         for agreement in self._agreements:
             try:

@@ -309,9 +309,13 @@ def _large(ways: Ways) -> list[str]:
 def _said(rank: int, expected: str, call: Callable[[], object]) -> list[str]:
     try:
         call()
-    except weft.WeftError as error:
+    except (weft.WeftError, MemoryError) as error:
         return [] if expected in str(error) else [f"rank {rank}: expected {expected!r}, got {error}"]
     return [f"rank {rank}: {expected!r} was not said"]
+
+
+def _no_memory(*given: object) -> Any:
+    raise MemoryError("no memory")
 
 
 def _mistakes(ways: Ways) -> list[str]:
@@ -354,6 +358,10 @@ def _mistakes(ways: Ways) -> list[str]:
         rank, "capacity: expected a multiple of the 2 ranks", lambda: ShardedDenseCache(9, 7, **given, **sizes)
     )
     wrong += _said(rank, "sequence: expected a process group", lambda: ShardedPagedCache(9, sequence=2, **sizes))
+    step = cache.view([a])
+    if is_odd:
+        step._own = _no_memory  # type: ignore[method-assign]
+    wrong += _said(rank, "no memory", lambda: step.attend(0, CAUSAL, query))
     with torch.no_grad():
         out = attend(CAUSAL)()
     wrong += _close("after mistakes", out, torch.ones_like(out))
