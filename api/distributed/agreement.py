@@ -69,7 +69,8 @@ def _between_hosts(group: Any) -> Any:
     if group not in _hosts:
         store = group.get_group_store()
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        _hosts[group] = dist.ProcessGroupGloo(dist.PrefixStore("weft", store), rank, ranks, timeout=store.timeout)
+        apart = dist.PrefixStore("weft", store)  # type: ignore[attr-defined]
+        _hosts[group] = dist.ProcessGroupGloo(apart, rank, ranks, timeout=store.timeout)
     return _hosts[group]
 
 

@@ -95,6 +95,8 @@ class ShardedStep(Step):
         cache, found = self.cache, None
         problem: Exception | None = None
         try:
+            if cache.by_sequence.ranks > 1 and _is_captured(query):
+                _check_captured(cache.by_sequence)
             found = self._own(layer, variant, query, given)
         except Exception as error:  # whatever it is, as no memory, other ranks hear of it
             problem = error
@@ -174,6 +176,20 @@ def _checked(variant: Attention, query: Tensor, given: Mapping[str, Any]) -> tup
         check_operands(variant, operands, query.device)
     kept = {n: v for n, v in given.items() if n in _TAKEN and n not in ("operands", "return_lse")}
     return kept, operands
+
+
+def _is_captured(query: object) -> bool:
+    """Whether this call becomes a part of a CUDA graph."""
+    return isinstance(query, Tensor) and query.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _check_captured(group: Group) -> None:
+    """Raise UnavailableError where a graph could not hold what ranks send each other."""
+    if "nccl" not in (backend := str(dist.get_backend(group.group))):
+        raise UnavailableError(
+            f"attend: a CUDA graph holds what NCCL sends, and sequence= is a group of {backend}; make the cache with a "
+            "group of NCCL, or serve without Graphed"
+        )
 
 
 def _told(layer: int, variant: Attention, query: Tensor, given: Mapping[str, Any]) -> dict[str, str]:

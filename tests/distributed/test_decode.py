@@ -15,7 +15,7 @@ from torch import Tensor
 
 import weft
 from weft import masks
-from weft.distributed import ShardedDenseCache, ShardedPagedCache
+from weft.distributed import ShardedDenseCache, ShardedPagedCache, decode
 from weft.kv import DenseCache, OutOfBlocksError, PagedCache
 
 from .fuzz import work as drawn_at_random
@@ -358,6 +358,10 @@ def _mistakes(ways: Ways) -> list[str]:
         rank, "capacity: expected a multiple of the 2 ranks", lambda: ShardedDenseCache(9, 7, **given, **sizes)
     )
     wrong += _said(rank, "sequence: expected a process group", lambda: ShardedPagedCache(9, sequence=2, **sizes))
+    captured, decode._is_captured = decode._is_captured, lambda query: True  # as inside of Graphed
+    wrong += _said(rank, "sequence= is a group of gloo; make the cache with a group of NCCL, or serve without Graphed",
+                   attend(CAUSAL))  # fmt: skip
+    decode._is_captured = captured
     step = cache.view([a])
     if is_odd:
         step._own = _no_memory  # type: ignore[method-assign]
