@@ -2,6 +2,11 @@
 
     torchrun --nproc-per-node 8 examples/train.py --model 8b --cp 4 --length 131072 --batch 2 --compile
     python examples/train.py --ranks 2 --cp 2                two processes of gloo on a CPU
+    python examples/train.py --ranks 4 --cp 2x2              as on two hosts with two devices each
+
+--cp says how many ranks hold a sequence together. With two numbers, hosts x devices of a host, the devices of a host
+may divide heads while keys of these heads travel between hosts. A layer does so where its plan predicts that it is
+fastest, or where --strategy is heads+ring or heads+exchange.
 
 The model has the shape of Llama. Its layers attend in turn as `--pattern` says: in a window with a learned sink, or to
 all that came before. Each batch follows from its step alone, so a run that is resumed sees what it would have seen.
@@ -11,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +40,7 @@ from torch.nn import functional
 
 import weft
 from weft import head, kv_pos, masks, q_pos
-from weft.distributed import ContextParallel, ShardPlan
+from weft.distributed import ContextParallel, Links, ShardPlan
 
 window, sinks = weft.scalar("window", int), weft.tensor("sinks", 1)
 VARIANTS = {
@@ -155,17 +161,15 @@ class Trainer:
 
     def __init__(self, settings: argparse.Namespace, device: torch.device, text: Text) -> None:
         self.settings, self.device, self.text, self.step = settings, device, text, 0
-        ranks, cp = dist.get_world_size(), settings.cp
+        ranks, cp = dist.get_world_size(), math.prod(settings.cp)
         if ranks % cp or settings.batch % (ranks // cp):
             raise SystemExit(
-                f"--cp {cp}, --batch {settings.batch}: expected numbers so that {ranks} ranks are groups of --cp, and "
-                "the groups divide the batch"
+                f"--cp {shown(settings.cp)}, --batch {settings.batch}: expected numbers so that {ranks} ranks are "
+                "groups of --cp, and the groups divide the batch"
             )
-        mesh = init_device_mesh(device.type, (ranks // cp, cp), mesh_dim_names=("dp", "cp"))
-        self.groups, self.group = ranks // cp, mesh.get_local_rank("dp")
-        self.config = MODELS[settings.model]
-        self.rows = Rows(ContextParallel(mesh, dim="cp", balance=settings.balance), self.config, settings,
-                         settings.batch // self.groups)  # fmt: skip
+        self.groups, self.config = ranks // cp, MODELS[settings.model]
+        cp_group, self.group = self._context(device)
+        self.rows = Rows(cp_group, self.config, settings, settings.batch // self.groups)
         torch.manual_seed(settings.seed)  # a model starts from the same numbers on every mesh
         with device:
             self.model = Llama(self.config, len(text.characters), settings.pattern)
@@ -178,6 +182,15 @@ class Trainer:
             fully_shard(block, mesh=everyone, mp_policy=half)
         fully_shard(self.model, mesh=everyone, mp_policy=half)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.rate, betas=(0.9, 0.95))
+
+    def _context(self, device: torch.device) -> tuple[ContextParallel, int]:
+        """The ranks that hold a sequence with this one, and the number of their group."""
+        s, shape = self.settings, (self.groups, *self.settings.cp)
+        names = ("dp", "cp") if len(shape) == 2 else ("dp", "hosts", "cp")
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        dim, links = ("cp", None) if len(shape) == 2 else (("hosts", "cp"), Links(per_host=shape[2]))
+        cp = ContextParallel(mesh, dim, strategy=s.strategy, balance=s.balance, links=links)
+        return cp, mesh.get_local_rank("dp")
 
     def _flops(self) -> float:
         """Of the products of a step: a forward, and twice as much backward."""
@@ -277,7 +290,7 @@ def run(settings: argparse.Namespace, device: torch.device) -> None:
             report.console.print(plan.explain(), highlight=False, markup=False, soft_wrap=True)
     size = sum(p.numel() for p in trainer.model.parameters())
     told = f"resumed at step {trainer.step}" if resumed else "from the start"
-    mesh = f"groups of {settings.cp}"
+    mesh = f"groups of {shown(settings.cp)}"
     report.console.print(f"{size:,} parameters, {dist.get_world_size()} ranks in {mesh}: {told}", highlight=False)
 
     def steps() -> Iterator[tuple[float, float]]:
@@ -291,15 +304,30 @@ def run(settings: argparse.Namespace, device: torch.device) -> None:
     report.over(steps())
 
 
+def context(text: str) -> tuple[int, ...]:
+    """The numbers of --cp: `4` or `2x8`."""
+    parts = text.split("x")
+    if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"expected a positive number, or two as 2x8, got {text}")
+    return tuple(map(int, parts))
+
+
+def shown(numbers: Sequence[int]) -> str:
+    """As --cp takes them."""
+    return "x".join(map(str, numbers))
+
+
 def main(arguments: Sequence[str] | None = None, work: Callable[..., None] = run) -> None:
     """Train in the processes of torchrun, or in `--ranks` of this machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers = {"ranks": 1, "cp": 1, "steps": 100, "batch": 4, "length": 256, "window": 64, "every": 50, "seed": 1}
+    numbers = {"ranks": 1, "steps": 100, "batch": 4, "length": 256, "window": 64, "every": 50, "seed": 1}
     for name, value in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--pattern", nargs="+", choices=VARIANTS, default=["local", "whole"])
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--cp", type=context, default=(1,), help="ranks of a sequence: a number, or HOSTSxDEVICES")
+    parser.add_argument("--strategy", default="auto", help="of all layers, in place of what each plan takes")
     parser.add_argument("--balance", default="zigzag", help="how all layers deal rows: see docs/distributed.md")
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--compile", action="store_true", help="all of a block but its attention, by torch.compile")

@@ -104,11 +104,18 @@ class ContextParallel:
         of: whose rows they are, "queries" or "keys", which differ where there are more of the ones.
         """
         deal: Deal = getattr(plan, of)
-        if tensor.shape[dim] != (rows := count(deal.rows(self.rank))):
-            raise WeftError(
+        problem, rows = None, count(deal.rows(self.rank))
+        if tensor.shape[dim] != rows:
+            problem = WeftError(
                 f"{plan.attention.name}: unshard: expected {rows} rows, those of the {of} of rank {self.rank}, got "
                 f"{tensor.shape[dim]}"
             )
+        if self.agreement is not None:  # a rank may call this alone, as one that prints does
+            others = [n for k, n in enumerate(tensor.shape) if k != dim % tensor.dim()]
+            told = {"call": "unshard", "plan": plan.told, "rows": of, "dim": str(dim % tensor.dim())}
+            self.agreement.check({**told, "tensor": f"{others} {str(tensor.dtype)[6:]}"}, problem)
+        if problem is not None:
+            raise problem
         return Whole.apply(self, deal, tensor, dim)
 
     def share(self, tensor: Tensor) -> Tensor:
@@ -137,6 +144,11 @@ class ContextParallel:
 
         Raises WeftError on all ranks where one of them calls something else.
         """
+        if not isinstance(attention, Attention):
+            wrong = WeftError(f"attention: expected a weft.Attention, got {type(attention).__name__}")
+            if self.agreement is not None:
+                self.agreement.check({"variant": type(attention).__name__}, wrong)
+            raise wrong
         if torch.compiler.is_compiling():
             break_graph(UNTRACED)
             return torch.compiler.disable(self.attention, reason=UNTRACED)(
@@ -146,16 +158,13 @@ class ContextParallel:
         operands = {n: v for n, v in operands.items() if n not in attention.canonical.unread}  # as other calls do
         if attention.canonical.drops and not train:
             attention, plan, operands = _undropped(attention, plan, operands)
-        problem = None
+        problem: Exception | None
+        latent = Projected(uk, uv, form)
         try:
             operands |= _seed(attention, operands, seed, query)
-        except WeftError as error:
+            problem = self._problem(attention, query, key, value, plan, operands, latent, return_lse)
+        except Exception as error:  # whatever it is, other ranks hear of it
             problem = error
-        latent = Projected(uk, uv, form)
-        problem = problem or self._problem(attention, query, key, value, plan, operands, latent)
-        if return_lse and not attention.canonical.weighs.saves_lse:
-            what = f"the normalizer {attention.normalizer} has no log-sum-exp"
-            raise WeftError.of(str(attention.name), Problem(option="return_lse", what=what))
         if self.agreement is not None:
             told = _told(attention, query, key, value, plan, {**operands, **latent.tensors}, return_lse)
             self.agreement.check(
@@ -192,7 +201,7 @@ class ContextParallel:
 
     def _problem(
         self, attention: Attention, query: Tensor, key: Tensor, value: Tensor | None, plan: ShardPlan,
-        operands: Mapping[str, Any], latent: Projected,
+        operands: Mapping[str, Any], latent: Projected, wants_lse: bool,
     ) -> WeftError | None:  # fmt: skip
         """What is wrong with a call on this rank."""
         name = str(attention.name)
@@ -204,6 +213,9 @@ class ContextParallel:
             own = "one dimension" if self.shape is None else f"{self.shape}"
             return WeftError(f"{name}: expected a plan for ranks along {own}, got one for {other}; cp.plan makes it")
         sizes, problems = plan.sizes, []
+        if wants_lse and not attention.canonical.weighs.saves_lse:
+            what = f"the normalizer {attention.normalizer} has no log-sum-exp"
+            problems.append(Problem(option="return_lse", what=what))
         rows = count(plan.queries.rows(self.rank)), count(plan.keys.rows(self.rank))
         expected = {
             "query": (query, (sizes.batch, sizes.heads, rows[0], sizes.head_dim)),

@@ -92,10 +92,13 @@ class ShardedStep(Step):
             raise UnavailableError(
                 "attend: a cache that ranks hold together is not traced by torch.compile; compile what is around it"
             )
-        cache, problem, found = self.cache, None, None
+        cache, found = self.cache, None
+        problem: Exception | None = None
         try:
+            if cache.by_sequence.ranks > 1 and _is_captured(query):
+                _check_captured(cache.by_sequence)
             found = self._own(layer, variant, query, given)
-        except WeftError as error:
+        except Exception as error:  # whatever it is, as no memory, other ranks hear of it
             problem = error
         if cache.agree is True:  # a device computes meanwhile
             cache.check(_told(layer, variant, query, given), problem)
@@ -173,6 +176,20 @@ def _checked(variant: Attention, query: Tensor, given: Mapping[str, Any]) -> tup
         check_operands(variant, operands, query.device)
     kept = {n: v for n, v in given.items() if n in _TAKEN and n not in ("operands", "return_lse")}
     return kept, operands
+
+
+def _is_captured(query: object) -> bool:
+    """Whether this call becomes a part of a CUDA graph."""
+    return isinstance(query, Tensor) and query.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _check_captured(group: Group) -> None:
+    """Raise UnavailableError where a graph could not hold what ranks send each other."""
+    if "nccl" not in (backend := str(dist.get_backend(group.group))):
+        raise UnavailableError(
+            f"attend: a CUDA graph holds what NCCL sends, and sequence= is a group of {backend}; make the cache with a "
+            "group of NCCL, or serve without Graphed"
+        )
 
 
 def _told(layer: int, variant: Attention, query: Tensor, given: Mapping[str, Any]) -> dict[str, str]:
@@ -260,10 +277,11 @@ class _Sharded(Cache):
         *, packed: bool = False,
     ) -> Step:  # fmt: skip
         """As of other caches. Raises WeftError on all ranks where one extends other sequences, by other tokens."""
-        step, problem, told = None, None, {"call": "extend"}
+        step, told = None, {"call": "extend"}
+        problem: Exception | None = None
         try:
             step = super().extend(sequences, lengths, tokens, packed=packed)
-        except WeftError as error:
+        except Exception as error:
             problem = error
         if step is not None:
             rows = zip(step.sequences, step.starts, step.ends)
@@ -293,7 +311,7 @@ class _Sharded(Cache):
         )
         return super().append(sequences, key, value, lengths=lengths, tokens=tokens)
 
-    def check(self, told: Mapping[str, str], problem: WeftError | None) -> None:
+    def check(self, told: Mapping[str, str], problem: Exception | None) -> None:
         """Raise WeftError on all ranks where they differ in what they are told, or where one has a problem."""
         for agreement in self._agreements:
             try:

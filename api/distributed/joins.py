@@ -49,15 +49,15 @@ def _of_all(parts: Sequence[Tensor], wants_lse: bool) -> list[Tensor]:
     out = parts[0]
     wide = torch.promote_types(out.dtype, torch.float32)
     if len(parts) == 1:
-        return [out.to(wide).sum(0).to(out.dtype)]
+        return [out.sum(0, dtype=wide).to(out.dtype)]
     statistics = parts[1].movedim(2, 1)  # [ranks, 1 or 2, rows]
     if statistics.shape[1] == 2:
         lse, shares = far_lse_and_shares(statistics)
     else:
         of_ranks = statistics[:, 0]
-        shares = torch.where(of_ranks == -torch.inf, 0.0, of_ranks.softmax(0))  # no rank may have seen a key
+        shares = of_ranks.softmax(0).masked_fill_(of_ranks == -torch.inf, 0.0)  # no rank may have seen a key
         lse = of_ranks.logsumexp(0)[None] if wants_lse else of_ranks
-    whole = (shares[..., None] * out.to(wide)).sum(0).to(out.dtype)
+    whole = (shares[..., None] * out).sum(0, dtype=wide).to(out.dtype)  # shares are wide: so are products
     return [whole, lse.T] if wants_lse else [whole]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import os
 import traceback
@@ -219,10 +220,13 @@ def cases(number: int | None) -> list[tuple[Any, ...]]:
 # -- processes ---------------------------------------------------------------------------------------------------------
 def _child(
     rank: int, ranks: int, port: int, folder: Path, work: Callable[[int], Sequence[str]], timeout: float, backend: str,
-    environment: dict[str, str],
+    environment: dict[str, str], limit: float | None,
 ) -> None:  # fmt: skip
     from datetime import timedelta
 
+    where = (folder / f"{rank}.where").open("w")
+    if limit is not None:
+        faulthandler.dump_traceback_later(limit, file=where)
     os.environ.clear()  # a forked process has that of the server
     os.environ.update(environment)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -239,11 +243,38 @@ def _child(
 
 
 def on_ranks(
-    ranks: int, work: Callable[[int], Sequence[str]], folder: Path, timeout: float = 120.0, backend: str = "gloo"
-) -> list[str]:
-    """What the work of each rank says is wrong. A rank that says nothing has not come to its end."""
-    given = (ranks, free_port(), folder, work, timeout, backend, dict(os.environ))
+    ranks: int, work: Callable[[int], Sequence[str]], folder: Path, timeout: float = 120.0, backend: str = "gloo",
+    limit: float | None = None,
+) -> list[str]:  # fmt: skip
+    """What the work of each rank says is wrong. A rank that says nothing has not come to its end.
+
+    timeout: of collectives. limit: seconds after which all ranks say where they are, and are ended.
+    """
+    given = (ranks, free_port(), folder, work, timeout, backend, dict(os.environ), limit)
     how = "spawn" if backend == "nccl" else "forkserver"
     multiprocessing.get_context(how).set_forkserver_preload(PRELOADED)
-    multiprocessing.start_processes(_child, given, nprocs=ranks, start_method=how)  # type: ignore[no-untyped-call]
-    return [(folder / str(r)).read_text() if (folder / str(r)).exists() else f"rank {r} ended" for r in range(ranks)]
+    started = multiprocessing.start_processes(_child, given, nprocs=ranks, join=False, start_method=how)  # type: ignore[no-untyped-call]
+    problem = list[str]()
+    try:
+        while not started.join(timeout=None if limit is None else 1.0):
+            if all((folder / str(r)).exists() or _where(folder, r) for r in range(ranks)):
+                for process in started.processes:
+                    process.kill()
+                    process.join()
+                break
+    except multiprocessing.ProcessExitedException as error:
+        problem = [str(error)]
+    return problem + [_said_by(folder, r) for r in range(ranks)]
+
+
+def _said_by(folder: Path, rank: int) -> str:
+    if (folder / str(rank)).exists():
+        return (folder / str(rank)).read_text()
+    where = _where(folder, rank)
+    return f"rank {rank} has not come to its end\n{where}" if where else f"rank {rank} ended"
+
+
+def _where(folder: Path, rank: int) -> str:
+    """Where a rank was at the limit; "" before it."""
+    file = folder / f"{rank}.where"
+    return file.read_text() if file.exists() else ""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import weft
 from weft import masks
-from weft.distributed import ShardedDenseCache, ShardedPagedCache
+from weft.distributed import ShardedDenseCache, ShardedPagedCache, decode
 from weft.kv import DenseCache, OutOfBlocksError, PagedCache
 
 from .fuzz import work as drawn_at_random
@@ -309,9 +309,13 @@ def _large(ways: Ways) -> list[str]:
 def _said(rank: int, expected: str, call: Callable[[], object]) -> list[str]:
     try:
         call()
-    except weft.WeftError as error:
+    except (weft.WeftError, MemoryError) as error:
         return [] if expected in str(error) else [f"rank {rank}: expected {expected!r}, got {error}"]
     return [f"rank {rank}: {expected!r} was not said"]
+
+
+def _no_memory(*given: object) -> Any:
+    raise MemoryError("no memory")
 
 
 def _mistakes(ways: Ways) -> list[str]:
@@ -354,6 +358,14 @@ def _mistakes(ways: Ways) -> list[str]:
         rank, "capacity: expected a multiple of the 2 ranks", lambda: ShardedDenseCache(9, 7, **given, **sizes)
     )
     wrong += _said(rank, "sequence: expected a process group", lambda: ShardedPagedCache(9, sequence=2, **sizes))
+    captured, decode._is_captured = decode._is_captured, lambda query: True  # as inside of Graphed
+    wrong += _said(rank, "sequence= is a group of gloo; make the cache with a group of NCCL, or serve without Graphed",
+                   attend(CAUSAL))  # fmt: skip
+    decode._is_captured = captured
+    step = cache.view([a])
+    if is_odd:
+        step._own = _no_memory  # type: ignore[method-assign]
+    wrong += _said(rank, "no memory", lambda: step.attend(0, CAUSAL, query))
     with torch.no_grad():
         out = attend(CAUSAL)()
     wrong += _close("after mistakes", out, torch.ones_like(out))

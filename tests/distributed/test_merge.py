@@ -10,6 +10,7 @@ from torch import Tensor
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
+from weft.distributed import joins
 
 slopes, sinks = weft.tensor("slopes", 1), weft.tensor("sinks", 1)
 ALIBI = weft.Attention(score + slopes[head] * (kv_pos - q_pos), masks.causal, name="merged_alibi")
@@ -30,6 +31,20 @@ def parts_of(variant: weft.Attention, tensors: list[Tensor], cuts: list[int], **
         )
         for a, b in pairwise(ends)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_ranks_join_rows_of_which_some_have_seen_nothing(dtype: torch.dtype) -> None:
+    """Row 0 no rank has seen a key of, row 1 only the second one, row 2 all."""
+    lses = drawn(3, 3, 1).float()
+    lses[:, 0], lses[[0, 2], 1] = -torch.inf, -torch.inf
+    outs = torch.where(lses == -torch.inf, 0.0, drawn(3, 3, 8, seed=1)).to(dtype)
+    whole, lse = joins._of_all([outs, lses], wants_lse=True)
+    exact, expected = weft.merge([(o[None, None].double(), l[None, None, :, 0].double()) for o, l in zip(outs, lses)])
+    assert torch.allclose(whole.double(), exact[0, 0], atol=1e-2 if dtype == torch.bfloat16 else 1e-6)
+    assert torch.allclose(lse[:, 0].double(), expected[0, 0]) and whole.dtype == dtype
+    assert not whole[0].any() and torch.equal(whole[1], outs[1, 1])
+    assert torch.equal(joins._of_all([outs, lses], wants_lse=False)[0], whole)
 
 
 @pytest.mark.parametrize("cuts", [[], [7], [1, 2, 25], [3, 3, 30]])

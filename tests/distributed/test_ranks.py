@@ -146,6 +146,16 @@ def _refused(rank: int) -> list[str]:
     wrong += told("doc: the plan stands on another value",
                   lambda: cp.attention(documents, q, k, v, plan=of_documents, doc=doc))  # fmt: skip
     wrong += told("window: missing", lambda: cp.attention(window, q, k, v, plan=of_window))
+    squashed = weft.Attention(mask=masks.causal, normalizer="sigmoid", name="squashed")
+    of_squashed = cp.plan(squashed, **sizes, strategy="ring")
+    wrong += told("return_lse: the normalizer sigmoid has no log-sum-exp" if is_odd else "rank 2 cannot make this call",
+                  lambda: cp.attention(squashed, q, k, v, plan=of_squashed, return_lse=is_odd))  # fmt: skip
+    wrong += told("attention: expected a weft.Attention, got str",
+                  lambda: cp.attention("causal" if is_odd else causal, q, k, v, plan=plan))  # fmt: skip
+    wrong += told("unshard: expected 8 rows, those of the queries of rank 2, got 7",
+                  lambda: cp.unshard(q[:, :, :7] if is_odd else q, plan))  # fmt: skip
+    wrong += told("call: rank 2: call unshard; others: variant causal (",  # as of a rank that prints, alone
+                  lambda: cp.unshard(q, plan) if is_odd else cp.attention(causal, q, k, v, plan=plan))  # fmt: skip
     if not torch.equal(cp.attention(causal, q, k, v, plan=plan), cp.attention(causal, q, k, v, plan=plan)):
         wrong.append("a call that is repeated gives other bits")
     twice = cp.attention(causal, learned, k, v, plan=plan).sum()

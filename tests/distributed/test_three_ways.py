@@ -73,7 +73,12 @@ def compare(rank: int, shapes: list[tuple[int, int, int]]) -> list[str]:
     return wrong
 
 
-def _compare(shape: tuple[int, int, int]) -> list[str]:
+def _over_hosts(rank: int) -> list[str]:
+    return [wrong for strategy in ("heads+ring", "heads+exchange") for wrong in _compare((2, 2, 1), strategy)]
+
+
+def _compare(shape: tuple[int, int, int], strategy: str = "auto") -> list[str]:
+    """strategy: one of two dimensions takes the first two for the sequence."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -96,30 +101,38 @@ def _compare(shape: tuple[int, int, int]) -> list[str]:
         layer.sinks = nn.Parameter(distribute_tensor(layer.sinks.detach(), mesh["tp"], [Shard(0)]))  # type: ignore[assignment]
         fully_shard(layer, mesh=mesh["dp", "cp"])
     fully_shard(divided, mesh=mesh["dp", "cp"])
-    cp = ContextParallel(mesh, dim="cp")
-    plan = cp.plan(recent, batch=B // shape[0], heads=HEADS // shape[2], kv_heads=KV_HEADS // shape[2], length=L,
+    has_hosts = "+" in strategy
+    cp = ContextParallel(mesh, dim=("dp", "cp") if has_hosts else "cp", strategy=strategy)
+    groups, group = (1, 0) if has_hosts else (shape[0], mesh.get_local_rank("dp"))
+    plan = cp.plan(recent, batch=B // groups, heads=HEADS // shape[2], kv_heads=KV_HEADS // shape[2], length=L,
                    head_dim=D, dtype="fp32")  # fmt: skip
 
     def attend(query: Tensor, key: Tensor, value: Tensor, own: Tensor) -> Tensor:
         return cp.attention(recent, query, key, value, plan=plan, sinks=cp.share(own))
 
-    group = mesh.get_local_rank("dp")
-    mine = [cp.shard(t.chunk(shape[0])[group], plan, dim=1) for t in (tokens, labels)]
+    mine = [cp.shard(t.chunk(groups)[group], plan, dim=1) for t in (tokens, labels)]
     loss = loss_of(divided, *mine, attend)
     (loss * (shape[0] * shape[1])).backward()  # FSDP takes the mean over these ranks, and the loss is their sum
     total = loss.detach() / shape[2]
     dist.all_reduce(total)
-    wrong = [] if torch.allclose(total, whole_loss, atol=1e-5) else [f"{shape}: loss {total} in place of {whole_loss}"]
+    label = f"{shape} {strategy}"
+    wrong = [] if torch.allclose(total, whole_loss, atol=1e-5) else [f"{label}: loss {total} in place of {whole_loss}"]
     for (name, right), (_, parameter) in zip(alone.named_parameters(), divided.named_parameters(), strict=True):
         found = parameter.grad.full_tensor()  # type: ignore[union-attr]
         if not torch.allclose(found, right.grad, atol=1e-5, rtol=1e-4):  # type: ignore[arg-type]
-            wrong.append(f"{shape}: gradient of {name} is off by {(found - right.grad).abs().max():.1e}")  # type: ignore[operator]
+            wrong.append(f"{label}: gradient of {name} is off by {(found - right.grad).abs().max():.1e}")  # type: ignore[operator]
     return wrong
 
 
 def test_data_sequence_and_heads_are_divided_together(tmp_path: Path) -> None:
     """On four ranks, where one of the three dimensions has size 1."""
     wrong = on_ranks(4, partial(compare, shapes=[(1, 2, 2), (2, 2, 1), (2, 1, 2)]), tmp_path)
+    assert not any(wrong), "\n".join(wrong)
+
+
+def test_fsdp_and_two_dimensions_of_a_sequence(tmp_path: Path) -> None:
+    """Devices of a host divide heads, keys travel between hosts, and parameters lie on all of them."""
+    wrong = on_ranks(4, _over_hosts, tmp_path)
     assert not any(wrong), "\n".join(wrong)
 
 

@@ -38,7 +38,7 @@ def _compared(share: int, rank: int) -> list[str]:
 
 @pytest.mark.parametrize("share", range(SHARES))
 def test_two_gpus_compute_the_definition(share: int, tmp_path: Path) -> None:
-    wrong = on_ranks(2, partial(_compared, share), tmp_path, timeout=300.0, backend="nccl")
+    wrong = on_ranks(2, partial(_compared, share), tmp_path, timeout=300.0, backend="nccl", limit=280.0)
     assert not any(wrong), "\n".join(wrong)
 
 
@@ -58,5 +58,5 @@ def test_neighbours_divide_heads(shape: tuple[int, int], tmp_path: Path) -> None
     ranks = shape[0] * shape[1]
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    wrong = on_ranks(ranks, partial(_of_two_dimensions, shape), tmp_path, timeout=300.0, backend="nccl")
+    wrong = on_ranks(ranks, partial(_of_two_dimensions, shape), tmp_path, timeout=300.0, backend="nccl", limit=280.0)
     assert not any(wrong), "\n".join(wrong)
