@@ -17,12 +17,14 @@
 #                  SAME="--machine-code" compiles kernels too, SAME="--record" writes what is compared with
 #   make clean     remove what the words above made, except .venv
 #
-# Settings: PYTHON=python3.12; WORKERS= and GPU_WORKERS= (no pytest-xdist); WEFT_SYSTEM_PYTHON=1 (use $(PYTHON) itself, make no .venv).
+# Settings: PYTHON=python3.12; SLOWEST= (lists no slow tests); WORKERS= and GPU_WORKERS= (no pytest-xdist); WEFT_SYSTEM_PYTHON=1 (use $(PYTHON) itself, make no .venv).
 
 PYTHON ?= python3
 WORKERS ?= -n 2 --dist worksteal
 # seconds of one test: what hangs is a failure
 TIMEOUT ?= 900
+# those that took longest, last: where a change made tests slow it shows
+SLOWEST ?= --durations 20 --durations-min 1
 CASES ?= 2000
 SEED ?= 0
 TARGET ?= cpu,cpu,cpu,cpu,interpret
@@ -56,10 +58,10 @@ demo: $(READY)
 	$(RUN) examples/demo.py
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) --timeout $(TIMEOUT) -m "not thorough" --ignore tests/gpu tests
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) --timeout $(TIMEOUT) $(SLOWEST) -m "not thorough" --ignore tests/gpu tests
 
 test-all: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) --timeout $(TIMEOUT) --ignore tests/gpu tests
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) --timeout $(TIMEOUT) $(SLOWEST) --ignore tests/gpu tests
 
 near: $(READY)
 	$(RUN) -m tests.near $(FILE)
