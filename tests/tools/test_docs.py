@@ -15,6 +15,7 @@ from click.testing import CliRunner
 import weft
 from weft.cli import main
 from weft.compiler.planning import tuner
+from weft.runtime import build
 from weft.runtime.settings import Settings
 
 from .. import sentences
@@ -66,6 +67,19 @@ def test_commands_are_shown() -> None:
 
 @pytest.mark.parametrize(("path", "words"), WEFT, ids=lambda x: x if isinstance(x, str) else " ".join(x)[:60])
 def test_the_commands_of_the_documents_run(path: str, words: list[str], tmp_path: Path, monkeypatch) -> None:
+    """Of what is built ahead two modules, in a process each: the next test has all."""
+    jobs_of = build.jobs_of
+    monkeypatch.setattr(build, "jobs_of", lambda *given, **options: jobs_of(*given, **options)[:2])
+    check_command(words, tmp_path, monkeypatch)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("words", [words for _, words in WEFT if words[1] == "build"], ids=" ".join)
+def test_all_that_the_documents_build_ahead_compiles(words: list[str], tmp_path: Path, monkeypatch) -> None:
+    check_command(words, tmp_path, monkeypatch)
+
+
+def check_command(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
