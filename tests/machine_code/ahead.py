@@ -87,6 +87,8 @@ class Kernel:
 
     def product_loops(self) -> list[list[str]]:
         """The innermost loops that multiply matrices with wgmma, each the text of its instructions."""
+        if not self.count("wgmma"):  # to disassemble takes half a second
+            return []
         return [loop for loop in self.inner_loops() if count_opcode("HGMMA", loop)]
 
     def spills_in_loops(self) -> int:
@@ -128,6 +130,9 @@ class Kernels(Mapping[str, Kernel]):
             self._found[name] = compile_ahead(self._seen[name], self._machine)
         return self._found[name]
 
+    def __contains__(self, name: object) -> bool:  # that of Mapping would compile, as would comparisons of keys
+        return name in self._seen
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._seen)
 
@@ -159,6 +164,8 @@ def stale_addresses(kernel: Kernel) -> list[str]:
 
     ptxas has made such code: matrices are then read from anywhere.
     """
+    if not kernel.count("wgmma"):
+        return []
     code, found = [text for _, text in kernel.sass], []
     for at, text in enumerate(code):
         match = _DESCRIPTOR.match(text)

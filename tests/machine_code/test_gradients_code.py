@@ -37,8 +37,8 @@ def module(name: str, head_dim: int, deterministic: bool) -> Module:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", mostly([128], [64, 80, 128]))
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("head_dim", mostly([64], [64, 80, 128]))
+@pytest.mark.parametrize("name", mostly(["t5"], [*VARIANTS]))  # whose kernels the next tests look at, too
 def test_products_stay_in_flight(name: str, head_dim: int, deterministic: bool) -> None:
     for kernel in module(name, head_dim, deterministic).kernels.values():
         assert not kernel.serialised and not stale_addresses(kernel), kernel.name
