@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
+from tests import fresh
 from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.analysis.tiles.results import TorchWork, Traits, Work
 from weft.ir.attention import Attention
@@ -82,7 +80,7 @@ def test_products_are_seen_to_be_linear_without_sympy() -> None:
         "print(*(f.linear_scale is not None for f in found), *(f.scale_sign_unknown for f in found)); "
         "print(before, 'sympy' in sys.modules)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ran = fresh.run(code, check=True)
     assert ran.stdout.split() == ["True"] * 3 + ["False", "False", "True"] + ["False"] * 2
 
 

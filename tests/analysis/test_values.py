@@ -1,7 +1,5 @@
 """What lies in tensors: positions, and ints that are computed with, on the host always and on a device on request."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 from torch import Tensor
 
 import weft
+from tests import fresh
 from weft import WeftError, batch, head, kv_pos, masks, q_pos, score
 from weft.runtime import settings
 from weft.runtime.call import SLOTS
@@ -183,8 +182,7 @@ def test_the_environment_asks_for_a_check() -> None:
     """
     lines = "\n".join(line.strip() for line in code.splitlines())
     for text, message in (("1", "block[1]: integer overflow"), ("yes", "(WEFT_CHECK): expected 0 or 1, got 'yes'")):
-        environment = {"WEFT_CHECK": text, "PYTHONPATH": ":".join(sys.path)}
-        found = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, env=environment)
+        found = fresh.run(lines, env={"WEFT_CHECK": text})
         assert found.returncode == 1 and message in found.stderr
 
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 import weft
+from tests import fresh
 from weft import batch, kv_pos, masks, q_pos, score
 from weft.codegen import products
 from weft.ir.errors import UnavailableError
@@ -211,9 +211,7 @@ def test_memory_does_not_grow_with_every_new_length():
     """oneDNN keeps code of 0.3 MB for each shape that it multiplies: of 163 lengths it would be 300 MB."""
     if products.one_dnn_linear() is None:
         pytest.skip("this torch has no oneDNN product to call")
-    done = subprocess.run([sys.executable, "-c", LENGTHS], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 100
+    assert float(fresh.run(LENGTHS, check=True).stdout) < 100
 
 
 @pytest.mark.parametrize("regular", [False, True])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
+from tests import fresh
 from weft import head, kv_pos, masks, q_pos, score
 from weft.runtime import driver
 
@@ -161,8 +159,7 @@ def test_an_exported_program_runs_where_only_weft_is_imported(tmp_path: Path) ->
         torch.testing.assert_close(found, expected)
         print("equal")
     """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    run = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True)
+    run = fresh.run(textwrap.dedent(code))
     assert run.stdout == "equal\n", run.stderr
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -18,6 +17,7 @@ import pytest
 from filelock import FileLock
 
 import weft.runtime.store.modules as cache
+from tests import fresh
 from weft.compiler.planning.machines.hardware import H200
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.ir.attention import Attention
@@ -162,12 +162,8 @@ def test_an_edited_kernel_is_the_one_that_runs(tmp_path):
     generated, mine = tmp_path / "cache", tmp_path / "edited"
     environment = {**os.environ, "WEFT_CACHE_DIR": str(generated), "WEFT_EDITED_DIR": str(mine)}
 
-    def run() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", textwrap.dedent(code)]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-
     mine.mkdir()
-    first = run()
+    first = fresh.run(textwrap.dedent(code), env=environment, check=True)
     assert float(first.stdout) == 8 * 16 and "edited" not in first.stderr
     (entry,) = generated.glob("mine-*")
     text = (entry / "source.py").read_text() + textwrap.dedent("""
@@ -179,7 +175,7 @@ def test_an_edited_kernel_is_the_one_that_runs(tmp_path):
             out.mul_(2)
     """)
     (mine / f"{entry.name.rpartition('-')[0]}.py").write_text(text)
-    second = run()
+    second = fresh.run(textwrap.dedent(code), env=environment, check=True)
     assert float(second.stdout) == 2 * 8 * 16 and "mine runs the edited module" in second.stderr
 
 
@@ -194,8 +190,7 @@ def test_a_warm_start_is_quick(root):
     """
     assert load_or_build(Key("a", "b", "c", "d", "e", "f"), lambda: TEXT).built
     environment = {**os.environ, "WEFT_CACHE_DIR": str(root)}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    built, seconds = subprocess.check_output(command, env=environment, text=True).split()
+    built, seconds = fresh.run(textwrap.dedent(code), env=environment, check=True).stdout.split()
     assert built == "False" and float(seconds) < 0.25
 
 
@@ -213,8 +208,8 @@ def test_a_warm_call_reads_each_file_once_and_imports_nothing_that_only_building
     """
     environment = {**os.environ, "WEFT_CACHE_DIR": str(root)}
     for _ in range(2):
-        command = [sys.executable, "-c", textwrap.dedent(code)]
-        imported, touched, opened = subprocess.check_output(command, env=environment, text=True).splitlines()
+        said = fresh.run(textwrap.dedent(code), env=environment, check=True).stdout
+        imported, touched, opened = said.splitlines()
     assert imported == "[]" and touched == str(["open"] * 2)
     assert opened == str(["meta.json", "source.py"])
 
@@ -586,8 +581,7 @@ def test_a_call_goes_on_without_a_cache(tmp_path):
         weft.Attention(mask=weft.masks.causal)(query, query, query).sum().backward()
         print(query.grad.shape == query.shape)
     """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = fresh.run(textwrap.dedent(code), env=environment, check=True)
     assert done.stdout == "True\n" and done.stderr.count("RuntimeWarning") == 1
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 import weft
+from tests import fresh
 
 pytest.importorskip("triton")
 from weft.codegen.launch import launching, starting
@@ -93,7 +92,7 @@ starting.begin()
 starting.wait()
 assert found == [[False] * 3] * 2, found
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    fresh.run(script, check=True)
 
 
 def test_nothing_of_triton_is_begun_by_a_call_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

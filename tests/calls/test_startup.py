@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+from tests import fresh
 from weft.codegen.function_values import LOG2_E
 from weft.codegen.functions import _USUAL_SCALE
 from weft.compiler.analysis.values.symbolic import simplify
@@ -26,9 +25,7 @@ print(*sorted(late & set(sys.modules)))
 
 def imported_by_a_first_call(folder: Path) -> list[str]:
     env = {**os.environ, "WEFT_CACHE_DIR": str(folder)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return fresh.run(PROGRAM, env=env, check=True).stdout.split()
 
 
 def test_a_plain_score_is_generated_without_sympy_and_loaded_without_jinja(tmp_path: Path) -> None:

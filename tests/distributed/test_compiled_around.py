@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests import fresh
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
 
@@ -68,9 +67,7 @@ told(lambda *tensors: mla(*tensors) * 2, rows, distribute_tensor(query[:, :1], m
 
 def test_graphs_break_at_a_call_over_ranks(tmp_path: Path) -> None:
     """Two graphs: what lies before it, and behind it; nothing of the call is traced. Calls that send nothing are."""
-    made = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=tmp_path, env={**os.environ}
-    )
+    made = fresh.run(PROGRAM, cwd=tmp_path)
     assert "same True graphs 2" in made.stdout, made.stdout + made.stderr
     assert "heads True" in made.stdout, made.stdout + made.stderr
     assert "rows True" in made.stdout and "traced" not in made.stdout

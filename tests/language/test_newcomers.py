@@ -5,8 +5,6 @@ import copy
 import math
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 import weft
+from tests import fresh
 from weft import WeftError, head, kv_pos, masks, q_pos, score, scores
 from weft.ir import foreign
 from weft.ir.expr import NoAttributeError
@@ -515,7 +514,7 @@ def test_first_programs_that_work(program: str) -> None:
 
 def test_parts_that_the_documents_name_are_there_after_one_import() -> None:
     code = "import weft; weft.serving.Server, weft.kv.PagedCache, weft.nn.Attention, weft.integrations.transformers"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh.run(code, check=True)
 
 
 def test_the_lists_of_names_are_whole() -> None:

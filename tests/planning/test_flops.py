@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 import weft
+from tests import fresh
 from tests.gallery import SECTIONS
 from weft import head, kv_pos, masks, q_pos
 from weft.compiler.analysis.tiles.facts import facts_of
@@ -207,5 +205,4 @@ assert torch.ops.weft.attention in torch.utils.flop_counter.flop_registry
 assert torch.ops.weft.attention_backward in torch.utils.flop_counter.flop_registry
 assert not any(type(finder).__name__ == "_Imported" for finder in sys.meta_path)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    fresh.run(program, check=True)

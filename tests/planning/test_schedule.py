@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 import time
 from dataclasses import fields, replace
 
@@ -14,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import weft
+from tests import fresh
 from tests.planned import DENSE, chosen, resolved, signature
 from weft.codegen.targets import target_named, targets
 from weft.codegen.targets.cpu import kernels as cpu_kernels
@@ -486,7 +485,7 @@ def test_choosing_is_quick_and_needs_no_sympy() -> None:
         "import sys; sys.path.insert(0, '.'); from tests import planned; from weft.compiler.planning import records; "
         "planned.chosen(records.Shape(1, 1, 1, 8, 8, 64, 64)); print('sympy' in sys.modules)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ran = fresh.run(code, check=True)
     assert ran.stdout.strip() == "False"
 
 
