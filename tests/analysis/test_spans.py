@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Choices, Dense
 from weft.runtime.driver import compile_kernels
 
+from .. import fresh
 from ..support import long_from
 
 pytest.importorskip("triton")
@@ -161,12 +160,14 @@ def stretch(request, monkeypatch) -> int | None:
     return request.param
 
 
-@pytest.mark.sampled(11)  # each mask, kind and stretch
+@pytest.mark.sampled(23)  # each mask, kind, stretch and pair of lengths
+@pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("kind", ["sorted", "unsorted", "padded", "runs"])
 @pytest.mark.parametrize("name", MASKS)
-def test_the_kernels_write_what_the_model_says(name: str, kind: str, stretch: int | None) -> None:
-    for lengths in LENGTHS:
-        check(name, kind, lengths, (16, 32))
+def test_the_kernels_write_what_the_model_says(
+    name: str, kind: str, lengths: tuple[int, int, int | None], stretch: int | None
+) -> None:
+    check(name, kind, lengths, (16, 32))
 
 
 def test_masks_of_several_ranges_are_among_them() -> None:
@@ -174,6 +175,7 @@ def test_masks_of_several_ranges_are_among_them() -> None:
     assert ranges["two_ranges"].kv_ranges == 2 and ranges["three_ranges"].q_ranges == 3
 
 
+@pytest.mark.sampled(4)  # each of both
 @pytest.mark.parametrize("blocks", [(16, 16), (64, 32), (32, 128)])
 @pytest.mark.parametrize("name", ["causal_documents", "two_ranges", "by_head"])
 def test_tiles_of_other_sizes(name: str, blocks: tuple[int, int]) -> None:
@@ -181,6 +183,7 @@ def test_tiles_of_other_sizes(name: str, blocks: tuple[int, int]) -> None:
     check(name, "padded", (190, 101, 0), blocks)
 
 
+@pytest.mark.sampled(4)  # each mask and stretch
 @pytest.mark.parametrize("name", ["causal_documents", "two_ranges", "either"])
 def test_an_offset_for_each_batch_row(name: str, stretch: int | None) -> None:
     check(name, "sorted", (70, 200, torch.tensor([3, 120], dtype=torch.int32)), (16, 32))
@@ -212,7 +215,6 @@ def test_a_warm_start_generates_nothing(tmp_path: Path) -> None:
         variant(rows, rows, rows, doc=torch.zeros(40, dtype=torch.int64), target="interpret")
         print(sorted({"jinja2", "sympy"} & set(sys.modules)))
     """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
     environment = {**os.environ, "WEFT_CACHE_DIR": str(tmp_path)}
-    runs = [subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in range(2)]
+    runs = [fresh.run(textwrap.dedent(code), env=environment, check=True) for _ in range(2)]
     assert [run.stdout for run in runs] == ["['jinja2']\n", "[]\n"]

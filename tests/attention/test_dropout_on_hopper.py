@@ -45,6 +45,11 @@ def heads_of(name: str) -> tuple[int, int]:
     return (4, 2) if name in ("plain", "causal") else (2, 1)
 
 
+def batch_of(name: str, heads: tuple[int, int]) -> int:
+    """Batch rows of a call: two where nothing but dropout is tested, or where each row has operands of its own."""
+    return 2 if heads == (4, 2) or name == "documents" else 1
+
+
 def operands(variant: weft.Attention, heads: int, seed: int = 1 << 40 | 7) -> dict[str, Any]:
     torch.manual_seed(5)
     made = {"slopes": torch.rand(heads), "sinks": torch.randn(heads), "p": 0.25, "seed": torch.tensor([seed]),
@@ -59,7 +64,8 @@ def check(
 ) -> dict[str, Tensor]:  # fmt: skip
     """A forward, and a backward, on what holds NaN where nobody has written. times: of what comes back."""
     variant, (query_heads, key_heads) = VARIANTS[name], heads
-    tensors = operands_of(query_heads, key_heads, q_len, kv_len, width, 0, value_dim or width, batch=2, dtype=dtype)
+    batch = batch_of(name, heads)
+    tensors = operands_of(query_heads, key_heads, q_len, kv_len, width, 0, value_dim or width, batch, dtype=dtype)
     given = operands(variant, query_heads)
     offset = kv_len - q_len if offset is None else offset
     exact, usual = (reference(variant, tensors, given, offset, kind, times) for kind in (torch.float64, dtype))
@@ -133,15 +139,15 @@ def test_positions_of_queries(offset: int) -> None:
 def check_drawers(name: str, width: int = 64, form: str = "128x128s3q1+lazy+drawers", **lengths: Any) -> None:
     """A forward as the form in which consumers draw computes it, bit for bit."""
     variant, (heads, key_heads) = VARIANTS[name], heads_of(name)
-    sizes = {"q_len": 130, "kv_len": 200, **lengths}
+    sizes, batch = {"q_len": 130, "kv_len": 200, **lengths}, batch_of(name, (heads, key_heads))
     tensors = operands_of(
-        heads, key_heads, sizes["q_len"], sizes["kv_len"], width, 0, width, batch=2, dtype=torch.bfloat16
+        heads, key_heads, sizes["q_len"], sizes["kv_len"], width, 0, width, batch, dtype=torch.bfloat16
     )
     offset = max(0, sizes["kv_len"] - sizes["q_len"])
     call = Call(*tensors.values(), operands(variant, heads), Dense(offset), Choices(), width)
     found = []
     for own in (form, form.removesuffix("+drawers")):
-        shape = (2, heads, sizes["q_len"])
+        shape = (batch, heads, sizes["q_len"])
         rows = (2, *shape) if facts_of(variant).scores_lie_far else shape
         results = {"out": torch.full((*shape, width), float("nan"), dtype=torch.bfloat16),
                    "lse": torch.full(rows, float("nan"))}  # fmt: skip

@@ -62,15 +62,15 @@ def operands_of(declared: Any, batches: int = BATCHES) -> dict[str, Tensor]:
 def check(
     declared: weft.Attention, q_len: int = 130, kv_len: int = 200, dim: int = 64, value_dim: int | None = None,
     kv_heads: int = 2, deterministic: bool = False, leave_out: tuple[str, ...] = (), operands: Any = None,
-    seed: int = 0, dlse: bool = True, dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0, dlse: bool = True, dtype: torch.dtype = torch.bfloat16, batches: int = BATCHES,
 ) -> dict[str, Tensor]:  # fmt: skip
     """All gradients of one call but some; its output and log-sum-exp are those of the definition."""
-    operands = operands_of(declared) if operands is None else operands
+    operands = operands_of(declared, batches) if operands is None else operands
     shapes = ((HEADS, q_len, dim), (kv_heads, kv_len, dim), (kv_heads, kv_len, value_dim or dim))
-    tensors = {n: poisoned((BATCHES, *s), dtype, seed=i) for i, (n, s) in enumerate(zip(MAIN, shapes))}
-    dout = poisoned((BATCHES, HEADS, q_len, value_dim or dim), dtype, seed=3)
+    tensors = {n: poisoned((batches, *s), dtype, seed=i) for i, (n, s) in enumerate(zip(MAIN, shapes))}
+    dout = poisoned((batches, HEADS, q_len, value_dim or dim), dtype, seed=3)
     torch.manual_seed(4)
-    of_lse = torch.randn(BATCHES, HEADS, q_len) if dlse else None
+    of_lse = torch.randn(batches, HEADS, q_len) if dlse else None
     offset = max(0, kv_len - q_len)
     floats = [n for n, t in operands.items() if t.is_floating_point()]
     wanted = [n for n in (*MAIN, *floats) if n not in leave_out]
@@ -161,19 +161,19 @@ def test_tables_by_distance(name: str) -> None:
     by_distance(name)
 
 
-LONG = (320, 390)  # tiles of level pairs alone, and others
+LONG = {"q_len": 320, "kv_len": 390, "batches": 1}  # tiles of level pairs alone, and others
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", mostly(["t5"], ["t5", "t5_causal", "clamped", "twice"]))
 def test_tiles_of_level_pairs(name: str, deterministic: bool) -> None:
-    by_distance(name, "none" if name == "t5" else "causal", q_len=LONG[0], kv_len=LONG[1], deterministic=deterministic)
+    by_distance(name, "none" if name == "t5" else "causal", deterministic=deterministic, **LONG)
 
 
 @pytest.mark.parametrize("far", [1000.0, -1e9])
 def test_numbers_far_from_0(far: float) -> None:
     """Where weights cannot be found in one step, level tiles are computed as others are."""
-    by_distance("t5_causal", far=far, q_len=LONG[0], kv_len=LONG[1])
+    by_distance("t5_causal", far=far, **LONG)
 
 
 @pytest.mark.parametrize("mask", mostly(["window"], ["none", "window"]))
