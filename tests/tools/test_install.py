@@ -34,6 +34,7 @@ assert torch.allclose(causal(x, x, x), causal.reference(x, x, x), atol=1e-5)
 assert pickle.loads(pickle.dumps(causal)) == causal and (TEMPLATES / "cpu").is_dir()
 print(weft.__file__)
 """
+FOUND = "import importlib.util; print(importlib.util.find_spec('weft').origin)"  # which imports nothing
 TYPED = """
 import torch, weft
 a = weft.Attention(mask=weft.kv_pos <= weft.q_pos)
@@ -133,10 +134,12 @@ def test_a_clone_called_weft_works_by_the_line_of_the_readme(tmp_path: Path) -> 
     run("sh", "-c", line, cwd=clone, **alone, **offline)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "found.py").write_text(FOUND)
+    said = run(programs / "python", tmp_path / "script.py", cwd=tmp_path, **alone)
+    assert said.strip() == str(clone / "src" / "weft" / "__init__.py")
     for cwd in (tmp_path, clone, tmp_path / "elsewhere"):
-        said = run(programs / "python", tmp_path / "script.py", cwd=cwd, **alone)
-        assert said.strip() == str(clone / "src" / "weft" / "__init__.py")
-    assert run(programs / "python", "-c", SCRIPT, cwd=tmp_path, **alone) == said
+        assert run(programs / "python", tmp_path / "found.py", cwd=cwd, **alone) == said
+    assert run(programs / "python", "-c", FOUND, cwd=tmp_path, **alone) == said
     assert weft.__version__ in run(programs / "weft", "--version", cwd=tmp_path, **alone)
     (tmp_path / "typed.py").write_text(TYPED)
     found = subprocess.run(
