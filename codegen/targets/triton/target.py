@@ -22,10 +22,9 @@ from ....compiler.planning.kernel import Algorithm, Kernel
 from ....compiler.planning.machines.hardware import Hardware
 from ....compiler.planning.plan import CodePlan, KernelCode
 from ....compiler.planning.records import Shape
-from ....compiler.planning.segments import Segments, segments_of
-from ....compiler.planning.signature import Direction, Signature, Widths
-from ....compiler.planning.target import CallTensors, Launcher, PlannedCall, Printing, Said
-from ....ir.attention import Attention
+from ....compiler.planning.segments import segments_of
+from ....compiler.planning.signature import Direction, Signature
+from ....compiler.planning.target import Launcher, Printing, Target
 from ....ir.errors import WeftError
 from ....ir.walk import symbols
 from ...functions import TRITON_LANGUAGE
@@ -75,7 +74,7 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-class TritonTarget:
+class TritonTarget(Target):
     name = measured_by = "triton"
     by_name_only = partial = multiplies_fp8 = False
     serves = "cuda"
@@ -83,12 +82,6 @@ class TritonTarget:
     family = "triton"
     printing = Printing(joins_sink=True)
     interprets = False
-
-    def remarks(self, code: CodePlan, facts: Facts) -> Sequence[str]:
-        return ()
-
-    def says(self, call: PlannedCall) -> Said:
-        return Said()
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
         own, wanted = [k for k in KERNELS[algorithm] if k.direction == signature.direction], signature.wanted
@@ -206,12 +199,6 @@ class TritonTarget:
             if facts.attention.canonical.drops:
                 lacking = "has no dropout; use schedule='flash'"
         return None if lacking is None else f"{self.name}: {where}{lacking}"
-
-    def misfit(self, signature: Signature, call: CallTensors) -> str | None:
-        return None
-
-    def parts(self, attention: Attention, widths: Widths) -> Segments:
-        return segments_of(attention, widths)
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         found = self._forms(kernel, signature, hardware, facts)
