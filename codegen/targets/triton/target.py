@@ -223,18 +223,16 @@ class TritonTarget(Target):
             (kind == "pair" or (kind == "diagonal" and not has_tables)) and load.tensor.name in signature.wanted
             for load, kind in facts.gradient_kinds
         )
-        if kernel is FLASH_DQUERY and sums_pairs and signature.dtype in HALVES:
-            # what is read and stored for each pair wants registers: larger tiles spill in their loop
-            own = Tiling(64, 64, 4 if max(parts.qk_columns, parts.v_columns) <= 64 else 8, 2)
-            if fits(kernel, own, nominal(sizes), hardware, parts, traits):
-                return [own, *(form for form in found if form != own)]
-        levels = levels_of(facts, _algorithm(kernel), signature) if kernel is FLASH_DQUERY else None
-        if levels and signature.dtype in HALVES and found and found[0].block_q == 128:
+        if kernel is not FLASH_DQUERY or signature.dtype not in HALVES:
+            return found
+        first = []
+        if sums_pairs:  # what is read and stored for each pair wants registers: larger tiles spill in their loop
+            first.append(Tiling(64, 64, 4 if max(parts.qk_columns, parts.v_columns) <= 64 else 8, 2))
+        if found and found[0].block_q == 128 and levels_of(facts, _algorithm(kernel), signature):
             # the sums of level pairs want registers too: with 4 warps they spill in their loop
-            own = Tiling(128, 64, 8, 3)
-            if fits(kernel, own, nominal(sizes), hardware, parts, traits):
-                return [own, *(form for form in found if form != own)]
-        return found
+            first.append(Tiling(128, 64, 8, 3))
+        fitting = [own for own in first if fits(kernel, own, nominal(sizes), hardware, parts, traits)][:1]
+        return [*fitting, *(form for form in found if form not in fitting)]
 
     def check(self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware, facts: Facts) -> None:
         if not isinstance(form, Tiling):
@@ -338,11 +336,8 @@ def _algorithm(kernel: Kernel) -> Algorithm:
 
 
 def _check_sram(kernel: Kernel, form: Tiling, signature: Signature, hardware: Hardware, facts: Facts) -> None:
-    widths = signature.widths
-    sizes, traits = (
-        Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype),
-        traits_of(kernel, signature, facts),
-    )
+    widths, traits = signature.widths, traits_of(kernel, signature, facts)
+    sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
     needed = sram_bytes(kernel, form, sizes, hardware, segments_of(facts.attention, widths), traits)
     if needed > hardware.sram_per_block:
         raise WeftError(
