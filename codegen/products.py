@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
-from functools import lru_cache
+from functools import lru_cache, wraps
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -134,24 +134,33 @@ def row_tiles(length: int, block: int, regular: bool = False) -> list[tuple[int,
     return found
 
 
-@lru_cache(maxsize=1)
+def _tried(find: Callable[[], T]) -> Callable[[], T | None]:
+    """Of a function that tries a private op: once, and None where torch has another op of that name.
+
+    What is tried holds for all calls: neither a default of torch nor autocast may have a say in it.
+    """
+
+    @wraps(find)
+    def found() -> T | None:
+        with torch.autocast("cpu", enabled=False), suppress(RuntimeError, TypeError, NotImplementedError, ValueError):
+            return find()
+        return None
+
+    return lru_cache(maxsize=1)(found)
+
+
+def _floats(numbers: Sequence[object]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+
+
+@_tried
 def one_dnn_linear() -> Callable[..., Tensor] | None:
-    """oneDNN's product with a bias, where torch has it; a private op, so it is tried first."""
+    """oneDNN's product with a bias, where torch has it."""
     linear = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
     if linear is None or not torch.backends.mkldnn.is_available():
         return None
     x, w, bias = _floats([[1, 0, 0], [0, 1, 0], [0, 0, 1]]), _floats([[0, 1, 2], [3, 4, 5]]), _floats([1, 2])
-    with torch.autocast("cpu", enabled=False):
-        try:
-            found: Tensor = linear(x, w, bias, "none", [], "")
-        except (RuntimeError, TypeError, NotImplementedError):
-            return None
-        return linear if torch.equal(found, torch.addmm(bias, x, w.T)) else None
-
-
-def _floats(numbers: Sequence[object]) -> Tensor:
-    """What is tried holds for all calls: no default of torch, nor autocast, may have a say in it."""
-    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+    return linear if torch.equal(linear(x, w, bias, "none", [], ""), torch.addmm(bias, x, w.T)) else None
 
 
 VERY_SHORT = 1 << 13  # scores of calls that cost what the host takes for them: one op is then faster than any tiles
@@ -202,63 +211,51 @@ def whole_backward(
     return own_backward()
 
 
-@lru_cache(maxsize=1)
+@_tried
 def own_attention() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """torch's own attention for all calls: a private op, so it is tried first."""
+    """torch's own attention for all calls."""
     attend = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu", None)  # quicker than through torch.ops
     if attend is None:
         return None
     query, hidden = _floats([[[[0, 1], [2, 3]]]]), _floats([[0, 1], [0, 0]]) > 0
-    with torch.autocast("cpu", enabled=False):
-        try:
-            out, lse = attend(query.expand(1, 2, 2, 2), query, query, 0.0, True, scale=0.5)
-        except (RuntimeError, TypeError, NotImplementedError, ValueError):
-            return None
-        scores = (0.5 * query @ query.mT).masked_fill(hidden, -float("inf"))
-        right = torch.allclose(out, scores.softmax(-1) @ query) and torch.allclose(lse, scores.logsumexp(-1))
+    out, lse = attend(query.expand(1, 2, 2, 2), query, query, 0.0, True, scale=0.5)
+    scores = (0.5 * query @ query.mT).masked_fill(hidden, -float("inf"))
+    right = torch.allclose(out, scores.softmax(-1) @ query) and torch.allclose(lse, scores.logsumexp(-1))
     return attend if right else None
 
 
-@lru_cache(maxsize=1)
+@_tried
 def own_backward() -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-    """Its backward, likewise tried: of two query heads that share a key head."""
+    """Its backward, tried with two query heads that share a key head."""
     attend = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
     if (attend := getattr(attend, "default", None)) is None:
         return None
     rows, hidden = _floats([[[[0, 1], [2, 3]], [[1, 0], [1, 2]]]]), _floats([[0, 1], [0, 0]]) > 0
     key, value, dout = rows[:, 1:] - 1, rows[:, :1], rows.mT.contiguous()
-    with torch.autocast("cpu", enabled=False):
-        scores = (0.5 * rows @ key.mT).masked_fill(hidden, -float("inf"))
-        weights = scores.softmax(-1)
-        out, lse = weights @ value, scores.logsumexp(-1)
-        try:
-            found = attend(dout, rows, key, value, out, lse, 0.0, True, scale=0.5)
-        except (RuntimeError, TypeError, NotImplementedError, ValueError):
-            return None
-        dscores = 0.5 * weights * (dout @ value.mT - (dout * out).sum(-1, keepdim=True))
-        exact = dscores @ key, (dscores.mT @ rows).sum(1, keepdim=True), (weights.mT @ dout).sum(1, keepdim=True)
-        right = all(g.shape == e.shape and torch.allclose(g, e, atol=1e-6) for g, e in zip(found, exact, strict=True))
+    scores = (0.5 * rows @ key.mT).masked_fill(hidden, -float("inf"))
+    weights = scores.softmax(-1)
+    out, lse = weights @ value, scores.logsumexp(-1)
+    found = attend(dout, rows, key, value, out, lse, 0.0, True, scale=0.5)
+    dscores = 0.5 * weights * (dout @ value.mT - (dout * out).sum(-1, keepdim=True))
+    exact = dscores @ key, (dscores.mT @ rows).sum(1, keepdim=True), (weights.mT @ dout).sum(1, keepdim=True)
+    right = all(g.shape == e.shape and torch.allclose(g, e, atol=1e-6) for g, e in zip(found, exact, strict=True))
     return attend if right else None
 
 
-@lru_cache(maxsize=1)
+@_tried
 def takes_masks() -> bool:
-    """Whether both take a mask that is added to scores, of which a row may be -inf alone: tried, too."""
+    """Whether both take a mask that is added to scores, of which a row may be -inf alone."""
     attend, backward = own_attention(), own_backward()
     if attend is None or backward is None:
         return False
     rows = _floats([[[[0, 1], [2, 3]], [[1, 0], [1, 2]]]])
     mask = _floats([[[[0.5, -math.inf]], [[-math.inf, -math.inf]]]]).expand(1, 2, 2, 2)
-    with torch.autocast("cpu", enabled=False):
-        weights = (0.5 * rows @ rows.mT + mask).softmax(-1).nan_to_num()
-        try:
-            out, lse = attend(rows, rows, rows, 0.0, False, attn_mask=mask.contiguous(), scale=0.5)
-            found = backward(rows, rows, rows, rows, out, lse, 0.0, False, attn_mask=mask.contiguous(), scale=0.5)
-        except (RuntimeError, TypeError, NotImplementedError, ValueError):
-            return False
-        dscores = 0.5 * weights * (rows @ rows.mT - (rows * out).sum(-1, keepdim=True))
-        exact = weights @ rows, dscores @ rows, dscores.mT @ rows, weights.mT @ rows
-        return all(torch.allclose(g, e, atol=1e-6) for g, e in zip((out, *found), exact, strict=True))
+    weights = (0.5 * rows @ rows.mT + mask).softmax(-1).nan_to_num()
+    out, lse = attend(rows, rows, rows, 0.0, False, attn_mask=mask.contiguous(), scale=0.5)
+    found = backward(rows, rows, rows, rows, out, lse, 0.0, False, attn_mask=mask.contiguous(), scale=0.5)
+    dscores = 0.5 * weights * (rows @ rows.mT - (rows * out).sum(-1, keepdim=True))
+    exact = weights @ rows, dscores @ rows, dscores.mT @ rows, weights.mT @ rows
+    return all(torch.allclose(g, e, atol=1e-6) for g, e in zip((out, *found), exact, strict=True))
 
 
 FINITE = float(torch.finfo(torch.float64).max)

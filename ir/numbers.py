@@ -1,4 +1,4 @@
-"""What counts as a number: never a bool, which Python takes for one."""
+"""Numbers: what counts as one, never a bool, which Python takes for one; and powers of two."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ def is_int(value: object, least: float = -inf, most: float = inf) -> TypeGuard[i
     (True, False, False, False)
     """
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def next_power(number: int) -> int:
+    """The least power of two that is as large.
+
+    >>> next_power(64), next_power(65), next_power(0)
+    (64, 128, 1)
+    """
+    return 1 << max(number - 1, 0).bit_length()
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...compiler.planning.machines.hardware import for_device
 from ...compiler.planning.signature import starts_early
+from ...ir.numbers import next_power
 from ..loader import without_holes
 from .binding import Binding
 
@@ -78,14 +79,10 @@ def binding_of(parameters: list[str], mode: Mode, starts_early: bool) -> Binding
     """What is constant for rows of one kind on one machine."""
     _, width, value_width, aligned = mode
     constants = {
-        "ROWS": _ROWS, "KEY_WIDTH": width, "KEY_BLOCK": _power(width), "VALUE_WIDTH": value_width,
-        "VALUE_BLOCK": _power(value_width), "ALIGNED": aligned, "STARTS_EARLY": starts_early,
+        "ROWS": _ROWS, "KEY_WIDTH": width, "KEY_BLOCK": next_power(width), "VALUE_WIDTH": value_width,
+        "VALUE_BLOCK": next_power(value_width), "ALIGNED": aligned, "STARTS_EARLY": starts_early,
     }  # fmt: skip
     return Binding(KERNEL, parameters, "", constants)
-
-
-def _power(width: int) -> int:
-    return 1 << max(width - 1, 0).bit_length()
 
 
 @cache

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...compiler.planning.machines.hardware import for_device
 from ...compiler.planning.signature import starts_early
+from ...ir.numbers import next_power
 from ..loader import without_holes
 from .binding import Binding
 from .scaled import shift_of
@@ -49,7 +50,7 @@ class Quantizing:
         programs = -(-length // block) * batches * heads
         for each in (0,) if rows > 0 else (1, 2):
             constants = {
-                "ROWS": block, "SHARE": 1 if rows == 1 else block, "WIDTH": x.shape[3], "BLOCK": _power(x.shape[3]),
+                "ROWS": block, "SHARE": 1 if rows == 1 else block, "WIDTH": x.shape[3], "BLOCK": next_power(x.shape[3]),
                 "MOST": torch.finfo(data.dtype).max, "PASS": each, "OF_TENSOR": rows == OF_TENSOR, "COLUMNS": columns,
                 "ALIGNED": (x.data_ptr() | _joined(strides[:3]) * x.element_size()) & 15 == 0,
             }  # fmt: skip
@@ -67,7 +68,7 @@ class Quantizing:
         strides = (*data.stride(), *of_scales)
         steps = _joined([*data.stride()[:2], data.stride(3 if columns else 2)])
         constants = {
-            "ROWS": _ROWS_OF_REAL, "SHARE": share, "WIDTH": width, "BLOCK": _power(width), "COLUMNS": columns,
+            "ROWS": _ROWS_OF_REAL, "SHARE": share, "WIDTH": width, "BLOCK": next_power(width), "COLUMNS": columns,
             "ALIGNED": (data.data_ptr() | steps) & 15 == 0, "SCALED": descale is not None,
         }  # fmt: skip
         programs = -(-length // _ROWS_OF_REAL) * batches * heads
@@ -85,7 +86,7 @@ class Quantizing:
         scales = x.new_ones((1, 1, 1, 1), dtype=torch.float32) if descale is None else descale
         steps = pool.stride()[:3]
         constants = {
-            "ROWS": min(_ROWS_OF_REAL, large), "LARGE": large, "WIDTH": width, "BLOCK": _power(width),
+            "ROWS": min(_ROWS_OF_REAL, large), "LARGE": large, "WIDTH": width, "BLOCK": next_power(width),
             "ALIGNED": (pool.data_ptr() | _joined(steps)) & 15 == 0, "SCALED": descale is not None,
         }  # fmt: skip
         sizes = heads, many // table.shape[0], page, page * table.shape[1]
@@ -126,8 +127,8 @@ class Quantizing:
         ready = self._runs.get(kind)
         if ready is None:  # a step of a decode makes none of this again
             constants = {
-                "ROWS": _ROWS_OF_STEP, "KEY_WIDTH": width, "KEY_BLOCK": _power(width), "VALUE_WIDTH": value_width,
-                "VALUE_BLOCK": _power(value_width), "MOST": torch.finfo(keys.dtype).max, "BY_TOKEN": by_token,
+                "ROWS": _ROWS_OF_STEP, "KEY_WIDTH": width, "KEY_BLOCK": next_power(width), "VALUE_WIDTH": value_width,
+                "VALUE_BLOCK": next_power(value_width), "MOST": torch.finfo(keys.dtype).max, "BY_TOKEN": by_token,
                 "ALIGNED": is_aligned, "STARTS_EARLY": self._starts_early, "ROTARY": rotary,
             }  # fmt: skip
             ready = self._runs[kind] = self._prepared(APPEND, given, 4, len(strides), constants, 4)
@@ -175,10 +176,6 @@ def _joined(values: Sequence[int]) -> int:
     for value in values:
         found |= value
     return found
-
-
-def _power(width: int) -> int:
-    return 1 << max(width - 1, 0).bit_length()
 
 
 @cache

@@ -103,7 +103,6 @@ class KernelCost:
     """Numbers of one kernel; `sizes` are the letters that they came from."""
 
     kernel: Kernel
-    form: Form
     tiles: TileCounts
     sizes: Sizes
     sram: float  # bytes of one program
@@ -298,8 +297,8 @@ def cost_of(
     by_torch = form.torch_work(kernel, sizes, tiles, traits, Machine(hardware, shape.dtype, sram, busy))
     if by_torch is not None:
         return KernelCost(
-            kernel, form, tiles, by_torch.sizes, sram, read, written, moved, at_once, by_torch.times,
-            by_torch.work.exps, by_torch,
+            kernel, tiles, by_torch.sizes, sram, read, written, moved, at_once, by_torch.times, by_torch.work.exps,
+            by_torch,
         )  # fmt: skip
     sizes = sizes._replace(m=tiles.edge, u=tiles.visited - tiles.level_full)
     work = pair_work(kernel, form, sizes, parts, traits, hardware, packed > 1)
@@ -321,7 +320,7 @@ def cost_of(
         latency=latency,
         roofline=latency + max(matrix / busy, plain / busy, memory, l2),
     )
-    return KernelCost(kernel, form, tiles, sizes, sram, read, written, moved, at_once, times, work.exps, work=work)
+    return KernelCost(kernel, tiles, sizes, sram, read, written, moved, at_once, times, work.exps, work=work)
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,14 @@ def explain(
     attention, kv_bounds, q_bounds, claim: the variant, where its tiles must look, and what is proven of that, to be
     printed too.
     """
+    return _plain(explanation(plan, attention, kv_bounds, q_bounds, claim), width)
+
+
+def _plain(text: RenderableType, width: int) -> str:
+    """What a console of this width shows, without colour."""
     console = Console(width=width, file=io.StringIO(), color_system=None, force_terminal=False, legacy_windows=False)
     with console.capture() as capture:
-        console.print(explanation(plan, attention, kv_bounds, q_bounds, claim))
+        console.print(text)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
@@ -107,25 +112,29 @@ def explain_short(plan: Plan, *, width: int = WIDTH) -> str:
     head.add_row("problem", Text(_problem_text(plan)))
     head.add_row("hardware", Text(f"{plan.hardware.title}, figures {plan.hardware.figures}"))
     head.add_row("schedule", Text(str(plan.schedule.algorithm)))
-    console = Console(width=width, file=io.StringIO(), color_system=None, force_terminal=False, legacy_windows=False)
-    with console.capture() as capture:
-        console.print(Group(head, "", _short_table(plan, names), "", *_totals(plan, names)))
-    notes = [f"{counted(len(plan.notes), 'note')} more without --short"] if plan.notes else []
-    return "\n".join([*(line.rstrip() for line in capture.get().splitlines()), *notes])
+    text = _plain(Group(head, "", _short_table(plan, names), "", *_totals(plan, names)), width)
+    return f"{text}\n{counted(len(plan.notes), 'note')} more without --short" if plan.notes else text
 
 
 def _short_table(plan: Plan, names: Places) -> Table:
     """A line a kernel."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("kernel", no_wrap=True)
-    table.add_column("form", no_wrap=True)
-    for title in ("empty/edge/full", "ms"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("bound", no_wrap=True)
+    table = _table(("kernel", "form"), ("empty/edge/full", "ms"), "bound", apart=2)
     for k in plan.kernels:
-        tiles = "/".join(count_text(n) for n in (k.tiles.empty, k.tiles.edge, k.tiles.full))
-        table.add_row(k.name, f"{k.target} {k.form}", tiles, _ms_text(k.seconds), _bound_text(k, names))
+        form = f"{k.target} {k.form}"
+        table.add_row(k.name, form, _tile_classes(k), _ms_text(k.seconds), _bound_text(k, names))
     return table
+
+
+def _table(titles: Sequence[str], numbers: Sequence[str], *last: str, apart: int = 1) -> Table:
+    """A table without lines: columns of texts, then of numbers, then of texts."""
+    table = Table(box=None, pad_edge=False, padding=(0, apart, 0, 0), header_style="bold")
+    for title in (*titles, *numbers, *last):
+        table.add_column(title, justify="right" if title in numbers else "left", no_wrap=True)
+    return table
+
+
+def _tile_classes(kernel: KernelPlan) -> str:
+    return "/".join(count_text(n) for n in (kernel.tiles.empty, kernel.tiles.edge, kernel.tiles.full))
 
 
 def _problem_text(plan: Plan) -> str:
@@ -277,15 +286,12 @@ def _listed(plan: Plan, kernel: KernelPlan) -> list[str]:
 # -- what it costs ---------------------------------------------------------------------------------------------------
 def _kernel_table(plan: Plan, names: Places) -> Table:
     """How much each kernel does."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("kernel", no_wrap=True)
-    for title in ("programs", "empty/edge/full", names.sram, "read", "written", "FLOP", "useful", "FLOP/B"):
-        table.add_column(title, justify="right", no_wrap=True)
+    titles = ("programs", "empty/edge/full", names.sram, "read", "written", "FLOP", "useful", "FLOP/B")
+    table = _table(["kernel"], titles)
     for k in plan.kernels:
         moved = (bytes_text(k.sram_bytes.value), bytes_text(k.hbm_read.value), bytes_text(k.hbm_written.value))
-        tiles = "/".join(count_text(n) for n in (k.tiles.empty, k.tiles.edge, k.tiles.full))
         work = (count_text(k.flops.value), "?" if k.useful is None else count_text(k.useful.value))
-        table.add_row(k.name, count_text(k.programs.value), tiles, *moved, *work, f"{k.intensity:.0f}")
+        table.add_row(k.name, count_text(k.programs.value), _tile_classes(k), *moved, *work, f"{k.intensity:.0f}")
     return table
 
 
@@ -301,11 +307,7 @@ def _time_tables(plan: Plan, names: Places) -> Iterator[Table]:
 
 
 def _time_table(kernels: Sequence[KernelPlan], titles: Sequence[str], names: Places) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("kernel", no_wrap=True)
-    for title in (*titles, "ms"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("bound", no_wrap=True)
+    table = _table(["kernel"], [*titles, "ms"], "bound")
     for k in kernels:
         parts = list(k.times.parts.values()) + ([k.times.latency] if isinstance(k.times, Times) else [])
         table.add_row(k.name, *(_ms_text(seconds) for seconds in (*parts, k.seconds)), _bound_text(k, names))

@@ -106,8 +106,7 @@ def mask_text(grid: TileGrid, *, width: int = 64, title: str = "") -> str:
     A thinned cell shows the class most tiles of it have, or edge where classes mix.
     """
     step = -(-max(len(grid.classes[0]) if grid.classes else 1, 1) // width)
-    cells = [grid.classes[r : r + step] for r in range(0, len(grid.classes), step)]
-    lines = ["".join(_cell(rows, c, step) for c in range(0, len(rows[0]), step)) for rows in cells]
+    lines = ["".join(_LETTERS[which] for which in row) for row in _thinned(grid, step)]
     frame = "─" * (len(lines[0]) if lines else 0)
     counts = grid.counts
     size = f"tile {counted(grid.block_q, 'query')} x {counted(grid.block_kv, 'key')}" + (
@@ -119,14 +118,15 @@ def mask_text(grid: TileGrid, *, width: int = 64, title: str = "") -> str:
     )
 
 
-def _cell(rows: tuple[bytes, ...], column: int, step: int) -> str:
-    return _LETTERS[_joined(rows, column, step)]
+def _thinned(grid: TileGrid, step: int) -> list[bytes]:
+    """The classes where step x step tiles are drawn as one: edge where theirs differ."""
 
+    def joined(rows: Sequence[bytes], column: int) -> int:
+        found = set(b"".join(row[column : column + step] for row in rows))
+        return found.pop() if len(found) == 1 else EDGE
 
-def _joined(rows: tuple[bytes, ...], column: int, step: int) -> int:
-    """The class of tiles that are drawn as one."""
-    found = set(b"".join(row[column : column + step] for row in rows))
-    return found.pop() if len(found) == 1 else EDGE
+    bands = [grid.classes[r : r + step] for r in range(0, len(grid.classes), step)]
+    return [bytes(joined(rows, c) for c in range(0, len(rows[0]), step)) for rows in bands]
 
 
 def mask_picture(grid: TileGrid, path: str | Path, *, title: str = "", dense: numpy.ndarray | None = None) -> Path:
@@ -245,11 +245,8 @@ def _axes(grid: TileGrid, top: int, across: int, down: int) -> Iterator[str]:
 
 def _svg_tiles(grid: TileGrid, which: int) -> Iterator[str]:
     """The tiles of a class, as one path."""
-    columns = len(grid.classes[0])
-    step = -(-max(len(grid.classes), columns) // _MOST_CELLS)
-    thin = [grid.classes[r : r + step] for r in range(0, len(grid.classes), step)]
-    rows = [bytes(_joined(tiles, c, step) for c in range(0, columns, step)) for tiles in thin]
-    path = _rectangles(rows, which, step * grid.block_kv, step * grid.block_q)
+    step = -(-max(len(grid.classes), len(grid.classes[0])) // _MOST_CELLS)
+    path = _rectangles(_thinned(grid, step), which, step * grid.block_kv, step * grid.block_q)
     if path:
         yield f'<path fill="{_COLOURS[which]}" d="{path}"/>'
 

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ...ir.attention import Attention
+from ...ir.errors import InternalError
 from ...ir.sequences import Rows
 from ..analysis.tiles.facts import Facts
 from .form import Form
@@ -18,7 +19,7 @@ from .kernel import Algorithm, Kernel
 from .machines.hardware import Hardware
 from .plan import CodePlan, KernelCode
 from .records import Shape
-from .segments import Segments
+from .segments import Segments, segments_of
 from .signature import Direction, Signature, Widths
 from .sources import SequenceKind
 
@@ -164,7 +165,7 @@ class Said(NamedTuple):
 
 
 class Target(Protocol):
-    """One way to compute attention."""
+    """One way to compute attention. What has a body here is what most targets answer, for those that inherit it."""
 
     name: str
     family: str  # of templates, and of texts of normalizers: targets that share them have one
@@ -188,9 +189,11 @@ class Target(Protocol):
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
         """Why it cannot take these tensors, by alignment or strides; None where it can."""
+        return None
 
     def parts(self, attention: Attention, widths: Widths) -> Segments:
         """The columns of its tiles."""
+        return segments_of(attention, widths)
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         """Forms of a kernel: the one to use, then others worth timing. Raises WeftError where none fits."""
@@ -200,9 +203,11 @@ class Target(Protocol):
 
     def remarks(self, code: CodePlan, facts: Facts) -> Sequence[str]:
         """What `explain` says of its kernels besides."""
+        return ()
 
     def says(self, call: PlannedCall) -> Said:
         """What it says of one call."""
+        return Said()
 
     def template(self, code: CodePlan) -> str:
         """Name of the template of these kernels."""
@@ -212,6 +217,7 @@ class Target(Protocol):
 
     def source_beside(self, kernel: KernelCode, code: CodePlan, facts: Facts) -> str:
         """Source of a module beside a plan's own, where the first kernel of it belongs to this target."""
+        raise InternalError(f"{self.name}: {kernel.name} is in its plan's own module")
 
     def load(self, path: Path, source: str) -> ModuleType:
         """The generated module."""

@@ -131,13 +131,10 @@ class CpuWays:
 
     def _made(self, name: str, text: list[str], **more: object) -> Callable[[Any], Any]:
         tools = {
-            **more,
-            "forward": self.module.forward,
-            "module": self.module,
-            "blocks": self.blocks,
-            "float32": torch.float32,
-        }
-        return function("\n".join(text), name, {**tools, **more, "autocast": torch.is_autocast_enabled})
+            "forward": self.module.forward, "module": self.module, "blocks": self.blocks, "float32": torch.float32,
+            "autocast": torch.is_autocast_enabled,
+        }  # fmt: skip
+        return function("\n".join(text), name, {**tools, **more})
 
     # -- forwards like one before --------------------------------------------------------------------------------------
     def _like(self, call: Any, grows: bool = False) -> Again | None:

@@ -15,14 +15,12 @@ from ....compiler.planning.dtypes import FP32, FP64, HALVES, dtype_named
 from ....compiler.planning.form import Form
 from ....compiler.planning.kernel import Algorithm, Kernel
 from ....compiler.planning.machines.hardware import CPU, Hardware
-from ....compiler.planning.plan import CodePlan, KernelCode
+from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.records import Shape
-from ....compiler.planning.segments import Segments, segments_of
 from ....compiler.planning.signature import Direction, Signature, Widths
 from ....compiler.planning.sources import not_in_order
-from ....compiler.planning.target import CallTensors, Launcher, PlannedCall, Printing, Said
-from ....ir.attention import Attention
-from ....ir.errors import InternalError, UnavailableError, WeftError
+from ....compiler.planning.target import Launcher, PlannedCall, Printing, Said, Target
+from ....ir.errors import UnavailableError, WeftError
 from ....ir.expr import Expr, Load, Scalar, TensorOperand, call, symbol
 from ....ir.normalizer import SOFTMAX
 from ....ir.walk import nodes, symbols
@@ -45,16 +43,13 @@ from .words import OwnKernel, said
 COMPUTED = HALVES | {FP32.name, FP64.name}
 
 
-class CpuTarget:
+class CpuTarget(Target):
     name = measured_by = "cpu"
     by_name_only = interprets = partial = multiplies_fp8 = False
     serves = "cpu"
     language = TORCH_LANGUAGE
     family = "cpu"
     printing = Printing(adds=True)
-
-    def remarks(self, code: CodePlan, facts: Facts) -> Sequence[str]:
-        return ()
 
     def says(self, call: PlannedCall) -> Said:
         known = computes_whole, short_heads, heads_with_mask, mask_numbers, keeps_weights, records_mask, kind_of_mask
@@ -80,12 +75,6 @@ class CpuTarget:
         if not rows.in_order:
             lacking = f"{not_in_order(rows)} are computed by targets triton and interpret"
         return None if lacking is None else f"cpu: {lacking}"
-
-    def misfit(self, signature: Signature, call: CallTensors) -> str | None:
-        return None
-
-    def parts(self, attention: Attention, widths: Widths) -> Segments:
-        return segments_of(attention, widths)
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         machine = hardware if hardware.cpu else CPU
@@ -116,9 +105,6 @@ class CpuTarget:
 
     def context(self, code: CodePlan, facts: Facts) -> tuple[object, ...]:
         return _score_told(code, facts), _mask_told(facts), _ways_told(code, facts)
-
-    def source_beside(self, kernel: KernelCode, code: CodePlan, facts: Facts) -> str:
-        raise InternalError(f"cpu: {kernel.name} is in its plan's own module")
 
     def load(self, path: Path, source: str) -> ModuleType:
         keep_tiles_at_hand()
@@ -307,11 +293,16 @@ def _own(direction: Direction) -> Callable[..., Any] | None:
 def _is_own(facts: Facts, signature: Signature) -> bool:
     """Whether it is a softmax of a multiple of q.k, and perhaps of what is added, as torch's own attention has it. Its
     backward gives the gradients of query, key and value alone."""
-    widths, scale = signature.widths, _scale(facts)
+    widths = signature.widths
+    fits = signature.wanted <= _PRODUCTS.keys() and widths.head_dim == widths.value_dim
+    return fits and _is_plain_softmax(facts, widths)
+
+
+def _is_plain_softmax(facts: Facts, widths: Widths) -> bool:
+    """Whether it is a softmax without dropout, of scores with one factor of q.k; keys and values are two tensors."""
+    scale = _scale(facts)
     return (
-        signature.wanted <= _PRODUCTS.keys()
-        and widths.head_dim == widths.value_dim
-        and not (widths.value_is_key or widths.rope_dim)
+        not (widths.value_is_key or widths.rope_dim)
         and scale is not None
         and is_uniform(scale)
         and not facts.attention.canonical.drops
@@ -321,14 +312,9 @@ def _is_own(facts: Facts, signature: Signature) -> bool:
 
 def weighs_short(facts: Facts, signature: Signature) -> bool:
     """Whether short calls may be torch's product, softmax and product, whose weights are kept for the backward."""
-    widths, scale = signature.widths, _scale(facts)
     return (
         not signature.sequences.ragged
-        and not (widths.value_is_key or widths.rope_dim)
-        and scale is not None
-        and is_uniform(scale)
-        and not facts.attention.canonical.drops
-        and facts.attention.canonical.weighs == SOFTMAX
+        and _is_plain_softmax(facts, signature.widths)
         and facts.attention.canonical.folded_sink is None
         and _adds_to_products(facts)
     )

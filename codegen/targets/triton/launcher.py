@@ -35,11 +35,7 @@ _PROGRAMS: dict[Callable[..., float], str] = {
     formulas.head_programs: "batches * heads",
     formulas.kv_head_programs: "batches * kv_heads",
 }
-_SUMMED_BY = {
-    ("flash", False): "flash_dquery", ("flash", True): "flash_dkey_dvalue",
-    ("streaming", False): "streaming_backward", ("streaming", True): "streaming_backward",
-    ("standard", False): "standard_dscores", ("standard", True): "standard_dscores",
-}  # fmt: skip
+_TEACHING_SUMS = {"streaming": "streaming_backward", "standard": "standard_dscores"}
 
 
 def launcher_of(
@@ -110,7 +106,8 @@ class TritonKernels(OwnPart):
     def _of_each_head(self, kind: str, mode: Mode) -> tuple[str, ...]:
         """Partial sums of one read's gradient, as the kernels of a schedule leave them."""
         algorithm = self._job.algorithm
-        form = self._job.blocks(_SUMMED_BY[algorithm, kind == "column"], mode)
+        of_flash = "flash_dkey_dvalue" if kind == "column" else "flash_dquery"
+        form = self._job.blocks(_TEACHING_SUMS.get(algorithm, of_flash), mode)
         q_tiles = "q_slots" if self._job.sequences.keys.packed else f"({Q_TILES})".format(**form)
         kv_tiles = f"({KV_TILES})".format(**form)
         match algorithm, kind:

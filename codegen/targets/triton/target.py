@@ -22,10 +22,9 @@ from ....compiler.planning.kernel import Algorithm, Kernel
 from ....compiler.planning.machines.hardware import Hardware
 from ....compiler.planning.plan import CodePlan, KernelCode
 from ....compiler.planning.records import Shape
-from ....compiler.planning.segments import Segments, segments_of
-from ....compiler.planning.signature import Direction, Signature, Widths
-from ....compiler.planning.target import CallTensors, Launcher, PlannedCall, Printing, Said
-from ....ir.attention import Attention
+from ....compiler.planning.segments import segments_of
+from ....compiler.planning.signature import Direction, Signature
+from ....compiler.planning.target import Launcher, Printing, Target
 from ....ir.errors import WeftError
 from ....ir.walk import symbols
 from ...functions import TRITON_LANGUAGE
@@ -75,7 +74,7 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-class TritonTarget:
+class TritonTarget(Target):
     name = measured_by = "triton"
     by_name_only = partial = multiplies_fp8 = False
     serves = "cuda"
@@ -83,12 +82,6 @@ class TritonTarget:
     family = "triton"
     printing = Printing(joins_sink=True)
     interprets = False
-
-    def remarks(self, code: CodePlan, facts: Facts) -> Sequence[str]:
-        return ()
-
-    def says(self, call: PlannedCall) -> Said:
-        return Said()
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
         own, wanted = [k for k in KERNELS[algorithm] if k.direction == signature.direction], signature.wanted
@@ -207,12 +200,6 @@ class TritonTarget:
                 lacking = "has no dropout; use schedule='flash'"
         return None if lacking is None else f"{self.name}: {where}{lacking}"
 
-    def misfit(self, signature: Signature, call: CallTensors) -> str | None:
-        return None
-
-    def parts(self, attention: Attention, widths: Widths) -> Segments:
-        return segments_of(attention, widths)
-
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         found = self._forms(kernel, signature, hardware, facts)
         if not converts_beside_wgmma(kernel, signature):
@@ -236,18 +223,16 @@ class TritonTarget:
             (kind == "pair" or (kind == "diagonal" and not has_tables)) and load.tensor.name in signature.wanted
             for load, kind in facts.gradient_kinds
         )
-        if kernel is FLASH_DQUERY and sums_pairs and signature.dtype in HALVES:
-            # what is read and stored for each pair wants registers: larger tiles spill in their loop
-            own = Tiling(64, 64, 4 if max(parts.qk_columns, parts.v_columns) <= 64 else 8, 2)
-            if fits(kernel, own, nominal(sizes), hardware, parts, traits):
-                return [own, *(form for form in found if form != own)]
-        levels = levels_of(facts, _algorithm(kernel), signature) if kernel is FLASH_DQUERY else None
-        if levels and signature.dtype in HALVES and found and found[0].block_q == 128:
+        if kernel is not FLASH_DQUERY or signature.dtype not in HALVES:
+            return found
+        first = []
+        if sums_pairs:  # what is read and stored for each pair wants registers: larger tiles spill in their loop
+            first.append(Tiling(64, 64, 4 if max(parts.qk_columns, parts.v_columns) <= 64 else 8, 2))
+        if found and found[0].block_q == 128 and levels_of(facts, _algorithm(kernel), signature):
             # the sums of level pairs want registers too: with 4 warps they spill in their loop
-            own = Tiling(128, 64, 8, 3)
-            if fits(kernel, own, nominal(sizes), hardware, parts, traits):
-                return [own, *(form for form in found if form != own)]
-        return found
+            first.append(Tiling(128, 64, 8, 3))
+        fitting = [own for own in first if fits(kernel, own, nominal(sizes), hardware, parts, traits)][:1]
+        return [*fitting, *(form for form in found if form not in fitting)]
 
     def check(self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware, facts: Facts) -> None:
         if not isinstance(form, Tiling):
@@ -351,11 +336,8 @@ def _algorithm(kernel: Kernel) -> Algorithm:
 
 
 def _check_sram(kernel: Kernel, form: Tiling, signature: Signature, hardware: Hardware, facts: Facts) -> None:
-    widths = signature.widths
-    sizes, traits = (
-        Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype),
-        traits_of(kernel, signature, facts),
-    )
+    widths, traits = signature.widths, traits_of(kernel, signature, facts)
+    sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
     needed = sram_bytes(kernel, form, sizes, hardware, segments_of(facts.attention, widths), traits)
     if needed > hardware.sram_per_block:
         raise WeftError(

@@ -397,8 +397,8 @@ def for_device(device: torch.device | str) -> Hardware:
 
     device = torch.device(device)
     record = _for_device(device)
-    found = _look_up(_machine_of(device))
-    return record if found is None else _calibrated(record, found)
+    found = _look_up(machine_of(device))
+    return record if found is None else calibrated(record, found)
 
 
 @cache
@@ -415,11 +415,7 @@ def _for_device(device: torch.device) -> Hardware:
 
 
 # -- what was measured -------------------------------------------------------------------------------------------------
-def _nothing(machine: Machine) -> Calibration | None:
-    return None
-
-
-_look_up: Callable[[Machine], Calibration | None] = _nothing
+_look_up: Callable[[Machine], Calibration | None] = lambda machine: None  # noqa: E731  replaced below
 
 
 def look_up_calibrations(find: Callable[[Machine], Calibration | None]) -> None:
@@ -428,23 +424,19 @@ def look_up_calibrations(find: Callable[[Machine], Calibration | None]) -> None:
     _look_up = find
 
 
+@cache
 def machine_of(device: torch.device | str) -> Machine:
     """What a calibration of this device is for."""
     import torch
 
-    return _machine_of(torch.device(device))
-
-
-@cache
-def _machine_of(device: torch.device) -> Machine:
-    import torch
-
+    device = torch.device(device)
     if device.type == "cpu":
         return Machine("cpu", processor(), usable_cores())
     properties = torch.cuda.get_device_properties(device)
     return Machine(_for_device(device).kind, properties.name, properties.multi_processor_count)
 
 
+@cache
 def calibrated(record: Hardware, found: Calibration) -> Hardware:
     """`record` with what was measured of it."""
     if isinstance(found.rates, CpuRates):
@@ -454,11 +446,6 @@ def calibrated(record: Hardware, found: Calibration) -> Hardware:
         record, calibrated=rates, figures=found.title, hbm_sustained=rates.hbm / record.hbm_peak,
         exp_per_second=rates.exp_per_second, launch_seconds=rates.launch_seconds,
     )  # fmt: skip
-
-
-@cache
-def _calibrated(record: Hardware, found: Calibration) -> Hardware:
-    return calibrated(record, found)
 
 
 # -- this CPU ----------------------------------------------------------------------------------------------------------
