@@ -42,7 +42,7 @@ def read_by_kernels(name: str, main: Main, options: CallOptions, pooled: bool) -
         p for operand, descale in given.items() if not _is_usual(main[operand], descale)
         for p in _problems(operand, main, descale, pooled)
     ]  # fmt: skip
-    problems += _out_problems(main, options.out_dtype)
+    problems += list(_out_problems(main, options.out_dtype))  # torch 2.11 traces no += of a generator
     if problems:
         raise collected(name, problems)
     return {OF[operand]: _canonical(operand, main[operand], descale) for operand, descale in given.items()}  # type: ignore[arg-type]

@@ -358,6 +358,9 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     call = built.call
     eps = EPS["float64" if call.dtype == "float64" else "float32"]
     product_eps = EPS[call.dtype]  # kernels round weights, and their gradients, to the operands' dtype
+    has_fp8_value = call.target != "cpu" and "value" in [name for name, *_ in call.fp8]
+    if has_fp8_value and built.variant.normalizer != "softmax":
+        product_eps = max(product_eps, EPS["bfloat16"])  # in which such weights are
     if multiplies_fp8(call):
         product_eps = max(product_eps, 2.0**-4)  # e4m3 has three digits behind the first
     p = dense.weights.detach()
@@ -375,7 +378,9 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     else:
         share, slope = p * (rounded + off.expm1() + (of_sum if softmax else 0.0)), p
     # kernels take what comes near the smallest normal numbers for 0
-    tiny = 2.0**-120 if call.target == "cpu" else 2.0**-24 if call.dtype == "float16" else 2.0**-125
+    tiny = 2.0**-120 if call.target == "cpu" else 2.0**-125
+    if call.target != "cpu" and (call.dtype == "float16" or has_fp8_value):  # weights are fp16, as values become
+        tiny = 2.0**-24
     share = share + tiny * (p > 0)
     if multiplies_fp8(call):  # the least number of e4m3, beside 2**8 of the largest weight
         share = share + 2.0**-17 * p.amax(-1, keepdim=True) * (p > 0)

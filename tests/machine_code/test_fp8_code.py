@@ -176,3 +176,16 @@ def test_appended_rows_are_quantised_in_the_launch_that_appends(by_token: bool) 
     assert made.count(r"griddepcontrol\.wait") == made.count(r"griddepcontrol\.launch_dependents") == 1
     assert made.count(r"cvt\.rn\.satfinite\.e4m3x2\.f32") > 0 and not made.spilled
     assert made.count(r"ld\.global\.v[24]") >= 2 and made.count(r"st\.global\.(v2|b32|v4)") >= 2
+
+
+@pytest.mark.parametrize(("width", "value_width"), [(128, 128), (192, 80)])
+def test_products_of_fp8_on_hopper(width: int, value_width: int) -> None:
+    """Nothing moves a weight to another thread, products run beside the rest, and a value is turned by whole words."""
+    kernels = compiled((E4M3,) * 3, width=width, value_width=value_width, target="hopper")
+    forward, turning = kernels["flash_forward"], kernels["turn_values"]
+    assert forward.spilled == turning.spilled == 0 and forward.serialised == []
+    loops = [loop for loop in forward.inner_loops() if ahead.count_opcode("QGMMA", loop)]
+    assert len(loops) >= 4  # of full tiles and of edges, of two consumers
+    for loop in loops:
+        assert ahead.count_opcode("PRMT", loop) == 0 and ahead.count_opcode("SHFL", loop) == 4  # those of maxima
+    assert turning.count(r"ld\.global\.v4") >= 4 and turning.count(r"st\.global\.v4") >= 4

@@ -263,7 +263,7 @@ def test_addresses_and_strides_that_are_used_are_multiples_of_16_bytes(size, str
     odd = torch.empty(1 << 18, dtype=torch.bfloat16).as_strided(size, stride, offset)
     for name in ("query", "key", "value"):
         call = SimpleNamespace(**{**dict.fromkeys(("query", "key", "value"), sound), "rope": None, name: odd})
-        found = HopperTarget().misfit(SimpleNamespace(sequences=DENSE), call)
+        found = HopperTarget().misfit(SimpleNamespace(sequences=DENSE, dtypes=Dtypes.all("bf16")), call)
         assert found is None if fits else f"hopper: {name}: its address and strides" in found
 
 
@@ -278,7 +278,7 @@ def test_addresses_and_strides_that_are_used_are_multiples_of_16_bytes(size, str
 def test_a_rotary_key_has_one_head_at_such_an_address(rope, reason):
     sound = torch.empty(2, 4, 8, 128, dtype=torch.bfloat16)
     call = SimpleNamespace(query=sound, key=sound, value=sound, rope=rope)
-    found = HopperTarget().misfit(SimpleNamespace(sequences=DENSE), call)
+    found = HopperTarget().misfit(SimpleNamespace(sequences=DENSE, dtypes=Dtypes.all("bf16")), call)
     assert found is None if reason is None else reason in found
 
 
@@ -296,7 +296,8 @@ def test_batch_rows_of_sequences_with_lengths_are_a_whole_number_of_rows_apart(s
     sound = torch.empty((2, 4, 256, 64), dtype=torch.bfloat16)
     key = torch.empty(1 << 20, dtype=torch.bfloat16).as_strided((2, 4, 256, 64), stride)
     found = HopperTarget().misfit(
-        SimpleNamespace(sequences=kind_named("lengths")), SimpleNamespace(query=sound, key=key, value=sound, rope=None)
+        SimpleNamespace(sequences=kind_named("lengths"), dtypes=Dtypes.all("bf16")),
+        SimpleNamespace(query=sound, key=key, value=sound, rope=None),
     )
     assert (
         found is None
