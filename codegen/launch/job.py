@@ -52,8 +52,6 @@ class KernelLaunch(NamedTuple):
 class Part:
     """One concern of a launcher: what it gives to each call. A part has no say in what others give."""
 
-    placed: frozenset[str] = frozenset()  # operands, of whose places in memory `conditions` are all that is asked
-
     def tools(self) -> dict[str, Any]:
         """Functions that its texts call."""
         return {}
@@ -77,6 +75,10 @@ class Part:
     def conditions(self, mode: Mode) -> list[str]:
         """What the direct way asks of a call besides."""
         return []
+
+    def placed(self) -> frozenset[str]:
+        """Operands of whose places in memory the direct way asks no more than `conditions`."""
+        return frozenset()
 
     def launch(self, kernel: Kernel, mode: Mode) -> KernelLaunch | None:
         """How a kernel is launched; None for those of other parts."""

@@ -247,7 +247,7 @@ class DirectWay:
         return found
 
     def _of_memory(self) -> list[str]:
-        placed = {name for part in self.parts for name in part.placed}
+        placed = {name for part in self.parts for name in part.placed()}
         names = [n for n in self._aligned if n not in placed]
         strides = " | ".join(f"{n}_s{axis}" for n in names for axis in "bhl")
         addresses = " | ".join(f"at_{n}" for n in names)

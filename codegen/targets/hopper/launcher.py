@@ -148,7 +148,6 @@ class HopperForward(OwnPart):
         described = self._tiled.described()
         if self._form.fp8:
             described["value_desc"] = Described("value_turned", WholeBox)
-            self.placed = frozenset({"value"})
         self.descriptors = Descriptors(job, described, lambda binding: blocks_of(self._tiles(), binding))
 
     @property
@@ -162,6 +161,9 @@ class HopperForward(OwnPart):
 
     def given(self) -> dict[str, Any]:
         return {"counter_ptr": self._job.device.counter()}
+
+    def placed(self) -> frozenset[str]:
+        return frozenset({"value"} if self._form.fp8 else ())
 
     def conditions(self, mode: Mode) -> list[str]:
         """Of a value whose rows or columns are contiguous, what `turn_values` asks."""
