@@ -24,13 +24,16 @@ _EVERY = "every variant"
 
 
 CORES = 2  # of the CPU that the record is of, whatever this one is
+FLAGS = ["avx512f", "avx512_bf16"]  # and what it can do, as Linux lists it
 
 
 @contextmanager
 def recorded_machine() -> Iterator[None]:
     """This CPU as one with two cores of a server, which nobody measured: choices follow from its figures."""
     record = hardware.cpu_with(guessed_rates(CORES), CORES)
-    with mock.patch.object(hardware, "for_device", lambda device: record):
+    flags = mock.patch.object(hardware, "_flags", lambda: FLAGS)
+    maker = mock.patch.object(hardware, "_made_by_intel", lambda: False)
+    with flags, maker, mock.patch.object(hardware, "for_device", lambda device: record):
         yield
 
 
