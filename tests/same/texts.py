@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from unittest import mock
 
 import weft
+from weft.codegen.at_once import _has_dots
 from weft.codegen.loader import text_without_holes
+from weft.codegen.products import multiplies
 from weft.compiler.planning.machines import hardware
 from weft.compiler.planning.machines.hardware import by_name
 from weft.compiler.planning.machines.rates import guessed_rates
@@ -33,8 +35,16 @@ def recorded_machine() -> Iterator[None]:
     record = hardware.cpu_with(guessed_rates(CORES), CORES)
     flags = mock.patch.object(hardware, "_flags", lambda: FLAGS)
     maker = mock.patch.object(hardware, "_made_by_intel", lambda: False)
+    known = multiplies, _has_dots  # remembered of this processor, and then of that one
     with flags, maker, mock.patch.object(hardware, "for_device", lambda device: record):
+        _forget(known)
         yield
+    _forget(known)
+
+
+def _forget(known: Iterable[Any]) -> None:
+    for function in known:
+        function.cache_clear()
 
 
 @cache
