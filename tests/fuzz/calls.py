@@ -130,7 +130,7 @@ class Call:
 
     @property
     def named_target(self) -> str | None:
-        """The option: FP8 operands, which hopper has not, are for Weft to choose by; None for the definition, too."""
+        """The option: for FP8 operands Weft chooses, as hopper multiplies some; None for the definition, too."""
         chooses = self.target == "reference" or (self.target == "hopper" and self.fp8)
         return None if chooses else self.target
 
