@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Callable
 
@@ -28,15 +27,13 @@ def on_ranks(work: Work, ranks: int) -> None:
         work(device=device)
         dist.destroy_process_group()
         return
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    spawn(_child, (ranks, port, work), nprocs=ranks)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives every rank
+    spawn(_child, (ranks, store.port, work), nprocs=ranks)
 
 
 def _child(rank: int, ranks: int, port: int, work: Work) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     torch.set_num_threads(1)
     work(device=torch.device("cpu"))
     dist.destroy_process_group()

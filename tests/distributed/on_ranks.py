@@ -21,7 +21,7 @@ import weft
 from weft import batch, group, head, kv_head, kv_len, kv_pos, masks, q_len, q_pos, score, scores
 from weft.distributed import ContextParallel
 
-from ..models.test_distributed import PRELOADED, free_port
+from ..models.test_distributed import PRELOADED, address_of, meeting_place
 
 slopes, bias, table = weft.tensor("slopes", 1), weft.tensor("bias", 2), weft.tensor("table", 2)
 pad, doc, sinks = weft.tensor("pad", 2), weft.tensor("doc", 2, int), weft.tensor("sinks", 1)
@@ -229,7 +229,7 @@ def _child(
         faulthandler.dump_traceback_later(limit, file=where)
     os.environ.clear()  # a forked process has that of the server
     os.environ.update(environment)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(address_of(port))
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -250,7 +250,8 @@ def on_ranks(
 
     timeout: of collectives. limit: seconds after which all ranks say where they are, and are ended.
     """
-    given = (ranks, free_port(), folder, work, timeout, backend, dict(os.environ), limit)
+    place = meeting_place()
+    given = (ranks, place.port, folder, work, timeout, backend, dict(os.environ), limit)
     how = "spawn" if backend == "nccl" else "forkserver"
     multiprocessing.get_context(how).set_forkserver_preload(PRELOADED)
     started = multiprocessing.start_processes(_child, given, nprocs=ranks, join=False, start_method=how)  # type: ignore[no-untyped-call]
@@ -262,7 +263,7 @@ def on_ranks(
                     process.kill()
                     process.join()
                 break
-    except multiprocessing.ProcessExitedException as error:
+    except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException) as error:
         problem = [str(error)]
     return problem + [_said_by(folder, r) for r in range(ranks)]
 

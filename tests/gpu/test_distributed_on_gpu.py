@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
-from ..models.test_distributed import OPERANDS, VARIANTS, compute, free_port
+from ..models.test_distributed import OPERANDS, VARIANTS, address_of, compute, meeting_place
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +46,7 @@ def compare(rank: int) -> None:
 
 
 def child(rank: int, port: int, folder: Path) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(address_of(port))
     torch.cuda.set_device(rank)
     torch.distributed.init_process_group("nccl", rank=rank, world_size=2, device_id=torch.device("cuda", rank))
     compare(rank)
@@ -55,5 +55,6 @@ def child(rank: int, port: int, folder: Path) -> None:
 
 
 def test_two_gpus(tmp_path: Path) -> None:
-    multiprocessing.spawn(child, (free_port(), tmp_path), nprocs=2)  # type: ignore[no-untyped-call]
+    place = meeting_place()
+    multiprocessing.spawn(child, (place.port, tmp_path), nprocs=2)  # type: ignore[no-untyped-call]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1"]

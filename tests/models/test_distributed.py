@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +45,14 @@ MESHES = [
 PRELOADED = ["weft.distributed", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"]
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def meeting_place() -> torch.distributed.TCPStore:
+    """A store for ranks to find each other by. This process keeps it: a rank that ends first takes it from none."""
+    return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def address_of(port: int) -> dict[str, str]:
+    """What `init_process_group` of a rank reads from the environment, of a store that another process keeps."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def compute(variant: weft.Attention, tensors: dict[str, Tensor], given: dict[str, Any]) -> dict[str, Tensor]:
@@ -221,7 +224,7 @@ def parallelized() -> None:
 
 def child(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(address_of(port), GLOO_SOCKET_IFNAME="lo")
     torch.distributed.init_process_group("gloo", rank=rank, world_size=4)
     compare()
     refusals()
@@ -234,5 +237,6 @@ def child(rank: int, port: int, folder: Path) -> None:
 def test_four_processes_compute_what_one_does_and_refuse_what_they_cannot(tmp_path: Path) -> None:
     how = "forkserver"  # which imports torch once for all four
     multiprocessing.get_context(how).set_forkserver_preload(PRELOADED)
-    multiprocessing.start_processes(child, (free_port(), tmp_path), nprocs=4, start_method=how)  # type: ignore[no-untyped-call]
+    place = meeting_place()
+    multiprocessing.start_processes(child, (place.port, tmp_path), nprocs=4, start_method=how)  # type: ignore[no-untyped-call]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2", "3"]

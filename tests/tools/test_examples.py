@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from ..models.test_distributed import PRELOADED, free_port
+from ..models.test_distributed import PRELOADED, address_of, meeting_place
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -54,8 +54,8 @@ def _printing(rank: int, environment: dict[str, str], work: Any, given: tuple[An
 
 
 def _as_of_torchrun(rank: int, ranks: int, port: int, name: str, arguments: list[str]) -> None:
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({n: str(value) for n, value in numbers.items()})
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    os.environ.update({n: str(value) for n, value in numbers.items()}, **address_of(port))
     load(name).main(arguments)
     sys.stdout.flush()
     os._exit(0)  # as ranks.py ends
@@ -244,7 +244,8 @@ def test_the_server_answers_on_two_ranks_as_on_one(capsys: pytest.CaptureFixture
                str(EXAMPLES / "server.py"), *arguments, "--divide=sequence"]  # fmt: skip
     found = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert found.returncode == 0, found.stderr
-    on_forked_ranks(_as_of_torchrun, (2, free_port(), "server", [*arguments, "--divide=heads"]), 2)
+    place = meeting_place()
+    on_forked_ranks(_as_of_torchrun, (2, place.port, "server", [*arguments, "--divide=heads"]), 2)
     for output in (found.stdout, capsys.readouterr().out):
         assert digest(output) == alone and "ShardedPagedCache" in output
 
