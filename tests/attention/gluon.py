@@ -15,8 +15,9 @@ import random
 import re
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -106,29 +107,35 @@ class Descriptor:
         self.dtype = box.base.dtype
         self.block_type = SimpleNamespace(nbytes=self.dtype.itemsize * torch.Size(self.block).numel())
 
-    def _places(self, coordinates: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Which elements of a tile lie inside, and where in the storage; addresses count modulo 2**64 bytes."""
-        size_of, one = self.dtype.itemsize, [1] * len(self.block)
-        there, address = torch.ones(one, dtype=torch.bool), torch.zeros(one, dtype=torch.int64)
-        for axis, (first, size, extent, stride) in enumerate(
-            zip(coordinates, self.block, self.shape, self.strides, strict=True)
-        ):
-            assert abs(int(first)) < 2**31
-            at = (int(first) + torch.arange(size)).view([-1 if a == axis else 1 for a in range(len(self.block))])
-            there = there & (at >= 0) & (at < extent)
-            address = address + at * size_of * stride  # wraps, as 64 bits do
-        place = torch.where(there, address >> size_of.bit_length() - 1, 0) + self.pointer.at
-        assert bool((place < len(self.pointer.storage)).all() and (place >= self.pointer.at).all()), "a wild access"
-        return there, place
+    def _inside(self, coordinates: Sequence[Any]) -> tuple[tuple[slice, ...], Tensor] | None:
+        """The part of a tile that lies inside, and its elements in the storage; addresses count modulo 2**64 bytes."""
+        size_of, address, last, part = self.dtype.itemsize, 0, 0, []
+        for at, size, extent, stride in zip(map(int, coordinates), self.block, self.shape, self.strides, strict=True):
+            assert abs(at) < 2**31
+            first, end = max(0, -at), min(size, int(extent) - at)
+            if first >= end:
+                return None
+            assert end - first == 1 or 0 < stride < 2**40
+            address += (at + first) * int(stride) * size_of
+            last += (end - first - 1) * int(stride)
+            part.append(slice(first, end))
+        start = (address + 2**63) % 2**64 - 2**63 >> size_of.bit_length() - 1
+        assert 0 <= start and self.pointer.at + start + last < len(self.pointer.storage), "a wild access"
+        sizes = [found.stop - found.start for found in part]
+        return tuple(part), self.pointer.storage.as_strided(sizes, self.strides, self.pointer.at + start)
 
     def read(self, coordinates: Sequence[Any]) -> Tensor:
         """A tile, 0 where it lies outside."""
-        there, place = self._places(coordinates)
-        return torch.where(there, self.pointer.storage[place], 0)
+        tile = torch.zeros(self.block, dtype=self.dtype)
+        if (inside := self._inside(coordinates)) is not None:
+            tile[inside[0]] = inside[1]
+        return tile
 
     def write(self, coordinates: Sequence[Any], tile: Tensor, adds: bool) -> None:
-        there, place = self._places(coordinates)
-        self.pointer.storage.index_put_((place[there],), tile.reshape(self.block)[there], accumulate=adds)
+        if (inside := self._inside(coordinates)) is not None:
+            part, to = inside
+            new = tile.reshape(self.block)[part]
+            to.copy_(to + new if adds else new)
 
 
 class Token:
@@ -152,7 +159,7 @@ class Machine:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.lock = threading.Condition()
+        self.gates: list[threading.Semaphore] = []  # a role waits at its own for its turn
         self.barriers: dict[tuple[int, int], list[int]] = {}  # arrivals wanted, arrivals missing, bytes missing, phase
         self.copies: list[Callable[[], None]] = []
         self.leaving: dict[int, list[Callable[[], None]]] = {}  # copies to HBM that a role has begun
@@ -238,9 +245,9 @@ class Machine:
         """Give the turn to any role that can go on, and wait for the own one."""
         me = self._me()
         self._choose()
-        with self.lock:
-            self.lock.notify_all()
-            self.lock.wait_for(lambda: self.turn == me or self.error is not None)
+        if self.turn != me and self.error is None:
+            self.gates[self.turn].release()
+            self.gates[me].acquire()
         if self.error is not None:
             raise SystemExit
 
@@ -262,8 +269,7 @@ class Machine:
     def run(self, roles: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
         def work(role: int) -> None:
             function, arguments = roles[role]
-            with self.lock:
-                self.lock.wait_for(lambda: self.turn == role or self.error is not None)
+            self.gates[role].acquire()
             try:
                 if self.error is None:
                     function(*arguments)
@@ -274,14 +280,16 @@ class Machine:
             self.alive.remove(role)
             if self.error is None:
                 self._choose()
-            with self.lock:
-                self.lock.notify_all()
+            if self.alive:  # after an error each ends the next
+                self.gates[self.turn if self.error is None else self.alive[0]].release()
 
         self.alive = list(range(len(roles)))
+        self.gates = [threading.Semaphore(0) for _ in roles]
         threads = [threading.Thread(target=work, args=(r,), name=str(r)) for r in self.alive]
-        self._choose()
         for thread in threads:
             thread.start()
+        self._choose()
+        self.gates[self.turn].release()
         for thread in threads:
             thread.join()
         if self.error is not None:
@@ -312,8 +320,9 @@ def _load(pointer: Pointer, mask: Any = None, other: float = 0) -> Tensor:
 
 def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     at, shown = torch.broadcast_tensors(_of(pointer.at), _of(True if mask is None else mask))
-    assert bool((at[shown] >= 0).all() and (at[shown] < len(pointer.storage)).all()), "a wild store"
-    pointer.storage[at[shown]] = torch.broadcast_to(_of(value), at.shape)[shown].to(pointer.storage.dtype)
+    at, value = at[shown], torch.broadcast_to(_of(value), at.shape)[shown]
+    assert bool((at >= 0).all() and (at < len(pointer.storage)).all()), "a wild store"
+    pointer.storage[at] = value.to(pointer.storage.dtype)
 
 
 def _add(pointer: Pointer, value: int) -> int:
@@ -586,6 +595,11 @@ class OnACpu(Device):
         return found
 
 
+@cache
+def _program(text: str) -> CodeType:
+    return compile(text, "<gluon>", "exec")
+
+
 class Kernels:
     """The kernels of a generated module. What packs two neighbours into one register leaves them as they are."""
 
@@ -624,7 +638,7 @@ class Kernels:
             ),
             "tma_reduce_add": lambda *a: self.gl.machine.copy_out(*a, adds=True),
         }  # fmt: skip
-        exec(compile(body, "<gluon>", "exec"), self.space)
+        exec(_program(body), self.space)
         if "as_int" in self.space:  # asks a dtype for its width
             self.space["as_int"] = lambda x: x
         if "unpacked" in self.space and "e4m3x2" not in source:
