@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 
 import torch
@@ -27,13 +28,12 @@ def on_ranks(work: Work, ranks: int) -> None:
         work(device=device)
         dist.destroy_process_group()
         return
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives every rank
-    spawn(_child, (ranks, store.port, work), nprocs=ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_child, (ranks, f"file://{folder}/ranks", work), nprocs=ranks)
 
 
-def _child(rank: int, ranks: int, port: int, work: Work) -> None:
-    store = dist.TCPStore("127.0.0.1", port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+def _child(rank: int, ranks: int, meeting: str, work: Work) -> None:
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     torch.set_num_threads(1)
     work(device=torch.device("cpu"))
     dist.destroy_process_group()
