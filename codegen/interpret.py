@@ -17,6 +17,7 @@ A private second import of the whole of triton was the alternative. It costs ano
 that import at call time would still find the first copy.
 """
 
+import ast
 import dataclasses
 import functools
 import importlib.util
@@ -24,7 +25,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,11 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 
-from . import triton_versions
+from . import quick_tiles, triton_versions
 
 triton_versions.check("interpret")
 
+_ASSIGNMENTS = interpreter.ASTTransformer()
 _JITTED_MODULES = ("standard", "random")
 _BUILDER = interpreter.InterpreterBuilder
 _OF_A_LAUNCH = interpreter.interpreter_builder
@@ -52,12 +54,26 @@ _Override = tuple[object, str, object]  # holder, attribute, value
 _launch = threading.RLock()
 
 
-def execute_interpreted(code: CodeType, module: ModuleType) -> None:
-    """Execute a module so that its kernels run in the interpreter when launched as `kernel[grid](...)`."""
+def execute_interpreted(text: str, module: ModuleType) -> None:
+    """Execute a module so that its kernels run in the interpreter when launched as `kernel[grid](...)`.
+
+    The interpreter wants numbers that a function assigns to be tiles, and writes each function again when it is called
+    first. Here the whole module is written so at once, which is four times as fast.
+    """
+    tree, written = ast.parse(text), set()
+    for function in tree.body:
+        if isinstance(function, ast.FunctionDef) and "triton.jit" in map(ast.unparse, function.decorator_list):
+            function.body = [_ASSIGNMENTS.visit(part) for part in function.body]
+            written.add(function.name)
+    code = compile(ast.fix_missing_locations(tree), str(module.__file__), "exec", dont_inherit=True)
     with _knob_set():
         exec(code, module.__dict__)
+    for name, value in vars(interpreter).items():
+        vars(module).setdefault(name, value)
     for value in vars(module).values():
         if isinstance(value, InterpretedFunction):
+            if value.__name__ in written:
+                InterpretedFunction.rewritten_fn[value.fn] = value.fn
             value.run = _isolated(value.run)
 
 
@@ -175,6 +191,7 @@ def _quicker() -> Iterator[_Override]:
     yield tl.tensor, "__init__", _with_shared_shape
     yield tl.core.block_type, "__init__", _made_once(tl.core.block_type.__init__)
     yield interpreter, "ReduceOps", _Reduced
+    yield from quick_tiles.operations()
 
 
 class _Reduced(interpreter.ReduceOps):  # type: ignore[misc]
@@ -199,11 +216,16 @@ def _by_name(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return found
 
 
+_SIZES = "_weft_sizes"  # of a type that was made here: shape and number of elements of its tiles
+
+
 def _with_shared_shape(tensor: Any, handle: object, dtype: Any) -> None:
     """tl.tensor.__init__, which makes its shape of new records each time."""
     tensor.handle, tensor.type, tensor.dtype = handle, dtype, dtype.scalar
-    sizes = tuple(map(tl.core._unwrap_if_constexpr, dtype.shape)) if dtype.is_block() else ()
-    tensor.shape, tensor.numel = _shape(sizes)
+    sizes = vars(dtype).get(_SIZES)
+    if sizes is None:
+        sizes = _shape(tuple(map(tl.core._unwrap_if_constexpr, dtype.shape)) if dtype.is_block() else ())
+    tensor.shape, tensor.numel = sizes
 
 
 @functools.cache
@@ -219,7 +241,7 @@ def _made_once(init: Callable[..., None]) -> Callable[..., None]:
         key = (element.name, *map(tl.core._unwrap_if_constexpr, shape))
         if key not in known:
             init(block, element, shape)
-            known[key] = dict(vars(block))
+            known[key] = {**vars(block), _SIZES: _shape(key[1:])}
         vars(block).update(known[key])
 
     return found

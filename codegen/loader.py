@@ -104,13 +104,12 @@ def _execute(path: Path, text: str, digest: str, interpret: bool) -> ModuleType:
     linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
     sys.modules[module.__name__] = module  # dataclasses look their module up by name
     try:
-        code = _of_file(compiled(text), str(path))
         if interpret:
             from .interpret import execute_interpreted  # lazy: imports triton
 
-            execute_interpreted(code, module)
+            execute_interpreted(text, module)
         else:
-            exec(code, module.__dict__)
+            exec(_of_file(compiled(text), str(path)), module.__dict__)
     except BaseException as error:
         del sys.modules[module.__name__]
         if isinstance(error, SyntaxError) and error.filename == "<generated>":
