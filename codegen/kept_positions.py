@@ -84,6 +84,8 @@ def block_of(tensor: Tensor, index: Sequence[Tensor | int]) -> Tensor | None:
     if found is None:
         return None
     shape, strides, offset = found
+    if strides is None:
+        return tensor.view(shape)
     return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
 
@@ -104,8 +106,12 @@ def _span(index: Tensor | int) -> Span | None:
 @lru_cache(maxsize=256)
 def _block(
     sizes: tuple[int, ...], all_strides: tuple[int, ...], spans: tuple[Span | None, ...]
-) -> tuple[list[int], list[int], int] | None:
-    """Shape, strides and place of the first entry, of a tensor that has these sizes and strides."""
+) -> tuple[list[int], list[int] | None, int] | None:
+    """Shape, strides and place of the first entry, of a tensor that has these sizes and strides.
+
+    Strides are None where all entries are read, in the order in which they lie: torch's gradient of such a view is a
+    view, and that of others takes 100 us.
+    """
     rank = max([len(span[2]) for span in spans if span is not None], default=0)
     shape, strides, offset = [1] * rank, [0] * rank, 0
     for size, stride, span in zip(sizes, all_strides, spans, strict=True):
@@ -121,7 +127,19 @@ def _block(
                     return None
                 shape[axis], strides[axis] = extent, stride
                 stride *= extent
+    if _lies_in_order(sizes, all_strides) and _lies_in_order(shape, strides) and math.prod(shape) == math.prod(sizes):
+        return shape, None, 0
     return shape, strides, offset
+
+
+def _lies_in_order(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether entries lie side by side, the last axis first."""
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 # -- masks that are added to scores ------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.analysis.values.distances import of_distance
 from ....ir.errors import second_derivative
 from ....ir.walk import symbols
 from ...at_once import LEAST_WEIGHT, Sizes, records_at_once, weighs_at_once
@@ -87,7 +88,10 @@ def strides_like(query: Tensor, width: int) -> tuple[int, ...]:
 def axes_of_mask(facts: Facts) -> frozenset[str]:
     """Which of batch and head what torch's own attention is handed differs by."""
     rest = () if facts.scale_and_rest is None else symbols(facts.scale_and_rest[1])
-    read = symbols(facts.attention.canonical.folded_mask).union(rest)
+    return _axes_of(symbols(facts.attention.canonical.folded_mask).union(rest))
+
+
+def _axes_of(read: frozenset[str]) -> frozenset[str]:
     return frozenset(axis for axis in ("batch", "head") if read & {axis, f"kv_{axis}"})
 
 
@@ -105,17 +109,20 @@ def records_with_mask(dtype: torch.dtype, sizes: Sizes) -> bool:
     return batch * heads * q_len * kv_len <= MOST_SCORES or not weighs_at_once(sizes, dtype, keeps=True)
 
 
-def in_one_order(by_distance: bool, numbers: int) -> bool:
-    """Whether torch adds up gradients of what a mask of so many numbers reads in one order: in threads it does not, of
-    many places. by_distance: what is added is found once for each distance."""
-    return torch.get_num_threads() == 1 or by_distance or numbers < GRAIN
+def in_one_order(facts: Facts, sizes: Sizes) -> bool:
+    """Whether torch adds up gradients of what is added to scores in one order: in threads it does not, of many places.
+    What depends on distances alone is read once for each distance."""
+    rest = None if facts.scale_and_rest is None else facts.scale_and_rest[1]
+    if rest is None or torch.get_num_threads() == 1 or of_distance(rest) is not None:
+        return True
+    return numbers_of_mask(_axes_of(symbols(rest)), sizes) < GRAIN
 
 
 class OwnKernel:
     """torch's own kernel for calls of one module."""
 
     def __init__(self, module: ModuleType, facts: Facts, in_tiles: bool) -> None:
-        self.module, self.far, self.in_tiles = module, facts.scores_lie_far, in_tiles
+        self.module, self.facts, self.far, self.in_tiles = module, facts, facts.scores_lie_far, in_tiles
         self.axes, self.once = axes_of_mask(facts), _once(str(facts.attention.name))
         self.whole = hasattr(module, "attended_as_a_whole")
         self.masked, self.weighs = hasattr(module, "attended_with_a_mask"), hasattr(module, "attended_at_once")
@@ -224,7 +231,7 @@ class OwnKernel:
         return record
 
     def _adds_in_order(self, mask_of: MaskOf, operands: Operands, sizes: Sizes) -> bool:
-        if in_one_order(hasattr(self.module, "by_distance"), numbers_of_mask(self.axes, sizes)):
+        if in_one_order(self.facts, sizes):
             return True
         with torch.no_grad():
             mask = mask_of(operands)

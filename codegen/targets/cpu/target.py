@@ -262,7 +262,7 @@ def keeps_weights(code: CodePlan, facts: Facts, sizes: at_once.Sizes, free: bool
     recorded = (
         not signature.wanted <= _PRODUCTS.keys()
         and _may_be_recorded(facts, signature, free)
-        and in_one_order(_by_distance(facts), mask_numbers(facts, sizes))
+        and in_one_order(facts, sizes)
         and at_once.records_at_once(sizes, dtype)
     )
     return recorded or at_once.weighs_at_once(sizes, dtype, keeps=True)
