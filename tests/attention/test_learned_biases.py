@@ -10,6 +10,7 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_head, kv_pos, masks, q_pos, score, scores
+from weft.codegen import at_once
 from weft.codegen.targets.triton.parts import sums
 
 from ..support import check_variant, poisoned
@@ -286,6 +287,26 @@ def test_two_threads_add_to_tables_of_their_own(one_thread: None) -> None:
         many = [t.repeat(1, 1, 1, 1) for t in tensors]
         tiles = "flash/flash_forward=cpu:8x8/flash_backward=cpu:8x8"
         check_variant(attention, *many, operands=operands, differentiate=floats, target="cpu", schedule=tiles)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_a_mask_reads_does_not_count_where_a_table_is_summed(
+    threads: int, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of an image: the mask differs by batch row, and the table has a few thousand reads, so torch records."""
+    monkeypatch.setattr(at_once, "MOST_RECORDED", 1 << 16)
+    torch.set_num_threads(threads)
+    region, table = weft.tensor("region", 2, int), weft.tensor("table", 2)
+    same = region[weft.batch, q_pos] == region[weft.batch, kv_pos]
+    swin = weft.Attention(score + table[head, abs(q_pos - kv_pos * 2)], same, name="windows")
+    tensors = [torch.randn(16, 3, 49, 32, requires_grad=True) for _ in "qkv"]
+    given = {"region": (torch.arange(49) // 20).int().expand(16, -1), "table": torch.randn(3, 100, requires_grad=True)}
+    dout, leaves = torch.randn(16, 3, 49, 32), [*tensors, given["table"]]
+    outs = [swin(*tensors, **given) for _ in range(2)]
+    first, second = (torch.autograd.grad(out, leaves, dout) for out in outs)
+    assert {type(out.grad_fn).__name__ for out in outs} == {"ViewBackward0"}  # no function of Weft's
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    check_variant(swin, *tensors, operands=given, differentiate=("table",), target="cpu")
 
 
 @pytest.mark.parametrize(("name", "more"), [("graphormer", {}), ("graphormer", PADDED), ("swin", {})])

@@ -167,3 +167,16 @@ def test_a_block_is_a_view_where_indices_count_up(known: bool) -> None:
     block = kept_positions.read(tensor, rows, q_pos, kv_pos)
     assert block.data_ptr() == tensor[:, 1].data_ptr() and torch.equal(block, tensor[rows, q_pos, kv_pos])
     assert kept_positions.block_of(tensor, (rows, q_pos + 3, kv_pos)) is None  # one row is outside
+
+
+def test_torch_knows_that_a_whole_tensor_is_read() -> None:
+    """The gradient of a strided view takes it longer than a short call."""
+    tensor = torch.randn(3, 6, 9, requires_grad=True)
+    q_pos, kv_pos, _, heads, _ = kept_positions.positions(0, 6, 9, 1, 3, 0, 1)
+    whole = kept_positions.read(tensor, heads, q_pos, kv_pos)
+    part = kept_positions.read(tensor, heads, kept_positions.positions(1, 5, 9, 1, 3, 0, 1)[0], kv_pos)
+    other = kept_positions.read(tensor.mT, heads, kv_pos, q_pos)  # all numbers again, of a tensor in another order
+    assert whole.shape == (1, 3, 1, 6, 9) and torch.equal(whole.flatten(0, 2), tensor)
+    assert torch.equal(part.flatten(0, 2), tensor[:, 1:]) and torch.equal(other.flatten(0, 2), tensor)
+    names = [type(found.grad_fn).__name__ for found in (whole, part)]
+    assert names == ["ViewBackward0", "AsStridedBackward0"]
