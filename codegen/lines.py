@@ -38,7 +38,7 @@ def fitted(text: str, width: int = WIDTH) -> str:
     found: list[str] = []
     lines = text.split("\n")
     in_string = in_docstring = False
-    depth = 0  # brackets that are open
+    depth, uncounted = 0, list[str]()  # brackets that are open, and lines that may open more
     for n, line in enumerate(lines):
         begins = line.lstrip().startswith('"""')
         if len(line) <= width or (in_string and not in_docstring):
@@ -50,9 +50,11 @@ def fitted(text: str, width: int = WIDTH) -> str:
             *rows, last = _comment(line, width)
             found += [*rows, *_handed_on(last, lines, n + 1)]
         else:
+            depth += sum(map(_opens, uncounted))
+            uncounted.clear()
             found += _code(line, width, depth > 0)
         parts = line.split('"""')
-        depth += _opens("".join(parts[in_string::2]))
+        uncounted.append("".join(parts[in_string::2]))
         if len(parts) % 2 == 0:
             in_string, in_docstring = not in_string, begins
     return "\n".join(found)
