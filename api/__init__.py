@@ -14,7 +14,6 @@ from . import installed as _installed
 _installed.warn_of_the_other()  # before modules that it may have overwritten are imported
 
 from . import fp8, integrations, kv, masks, nn, scores, serving, variants
-from . import notebook as _notebook  # noqa: F401
 from .attention import Attention, parse_attention
 from .buckets import bucket
 from .compiler.planning.plan import Plan
@@ -30,6 +29,7 @@ from .ir.parse import parse
 from .merging import merge
 from .request import shape
 from .runtime.settings import settings
+from .tools import notebook as _notebook  # noqa: F401
 
 if TYPE_CHECKING:  # few programs want them, and they import what measures, or torch.distributed
     from . import distributed

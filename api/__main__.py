@@ -1,5 +1,5 @@
 """`python -m weft`: the command `weft`, where scripts are not on the path."""
 
-from .cli import main
+from .tools.cli import main
 
 main(prog_name="weft")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import conversion, describe, drawing, dtensors, in_graphs, in_region, latent, reference
+from . import conversion, describe, dtensors, in_graphs, in_region, latent, reference
 from .codegen.torch_private import SDPA, may_autocast
 from .compiler.planning.picture import Picture
 from .compiler.planning.plan import Plan
@@ -52,6 +52,7 @@ from .runtime.options import DEFINED, PLAIN, CallOptions, Form, doc_of, signatur
 from .runtime.run.variant import Variant
 from .runtime.settings import default_target
 from .signatures import Methods
+from .tools import drawing
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.bench_serve import Decoder, Load, random_decoder
 from weft.kv import PagedCache, Step
+from weft.tools.bench_serve import Decoder, Load, random_decoder
 
 CAUSAL = weft.Attention(mask=weft.masks.causal, name="causal")
 

@@ -29,7 +29,7 @@ from bench_variants import weft_variant
 import weft
 from weft.compiler.planning.schedule import Choice, Schedule
 from weft.runtime import build
-from weft.tuning import choices_of, resolved_for
+from weft.tools.tuning import choices_of, resolved_for
 
 NEAR = 0.05  # how much slower than the fastest form a chosen one may be to count as the best
 ROUNDS, LAUNCHES = 3, 5

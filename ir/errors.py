@@ -9,7 +9,7 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing that is wrong. `str` writes it for Python; the shell writes it in its own words (api/cli_options.py).
+    """One thing that is wrong. `str` writes it for Python, and `api/tools/cli_options.py` for the shell.
 
     >>> print(Problem(option="kv_lens", place=(2,), expected="a length from 0 to 8", got="9"))
     kv_lens[2]: expected a length from 0 to 8, got 9

@@ -222,7 +222,7 @@ class Node(Foreign):
         """The expression as a notebook shows it."""
         return code_html(self.text)
 
-    if TYPE_CHECKING:  # api/notebook.py has it: what draws tiles lies in a room above
+    if TYPE_CHECKING:  # api/tools/notebook.py has it: what draws tiles lies in a room above
 
         def show_mask(
             self, q_len: int, kv_len: int, *, block_q: int | None = None, block_kv: int | None = None,

@@ -310,7 +310,7 @@ class Plan:
         besides = self.sums.seconds if self.sums is not None and direction == "backward" else 0.0
         return besides + sum(k.seconds for k in self._of(direction))
 
-    if TYPE_CHECKING:  # api/notebook.py has it: what explains a plan imports this module
+    if TYPE_CHECKING:  # api/tools/notebook.py has it: what explains a plan imports this module
 
         def _repr_html_(self) -> str: ...
 

@@ -9,9 +9,9 @@ import torch
 from click.testing import CliRunner
 
 from weft import nn
-from weft.cli import main
 from weft.kv import DenseCache, PagedCache
 from weft.serving import Graphed, Server
+from weft.tools.cli import main
 
 from ..support import mostly
 

@@ -10,10 +10,10 @@ from click.testing import CliRunner
 
 import weft
 from weft import kv_pos, nn, q_pos
-from weft.bench_serve import Load, percentiles, random_decoder
-from weft.cli import main
 from weft.kv import DenseCache, OutOfBlocksError, PagedCache
 from weft.serving import Graphed, Server
+from weft.tools.bench_serve import Load, percentiles, random_decoder
+from weft.tools.cli import main
 
 VOCABULARY, WIDTH = 17, 32
 CAUSAL = weft.Attention(mask=kv_pos <= q_pos, name="causal")

@@ -13,8 +13,6 @@ import torch
 from click.testing import CliRunner
 
 import weft
-from weft import calibration
-from weft.cli import main
 from weft.codegen import products
 from weft.codegen.targets import target_named
 from weft.codegen.targets.cpu import choice
@@ -47,6 +45,8 @@ from weft.compiler.planning.machines.rates import (
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.ir.errors import WeftError
 from weft.runtime.store import calibrated as kept
+from weft.tools import calibration
+from weft.tools.cli import main
 
 CPU_FLASH = (cpu_kernels.FLASH_FORWARD, cpu_kernels.FLASH_BACKWARD)
 

@@ -13,7 +13,7 @@ import torch
 import weft
 from tests import fresh
 from tests.planned import planned
-from weft import batch, drawing, head, kv_pos, masks, q_pos
+from weft import batch, head, kv_pos, masks, q_pos
 from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.analysis.tiles.programs import tile_ranges, tile_runs
 from weft.compiler.analysis.tiles.results import TileCounts
@@ -25,6 +25,7 @@ from weft.compiler.planning.records import Shape
 from weft.compiler.planning.schedule import parse_schedule
 from weft.ir.attention import Attention
 from weft.ir.expr import scalar, symbol
+from weft.tools import drawing
 
 Q_POS, KV_POS = symbol("q_pos"), symbol("kv_pos")
 LOCAL = Attention(mask=(KV_POS <= Q_POS) & (Q_POS - KV_POS < scalar("window", int)), name="local")

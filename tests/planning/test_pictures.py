@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 import weft
 from weft import batch, group, head, head_dim, kv_head, kv_len, kv_pos, q_pos
-from weft.cli import main
 from weft.compiler.planning import picture
 from weft.ir.expr import Expr
+from weft.tools.cli import main
 
 from ..analysis.tiling import Case, classes
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weft
-from weft import head, kv_pos, masks, q_pos, score, tuning
+from weft import head, kv_pos, masks, q_pos, score
 from weft.codegen.targets.hopper.forms import HopperForm
 from weft.compiler.planning.machines import hardware
 from weft.compiler.planning.machines.hardware import H200
@@ -18,6 +18,7 @@ from weft.compiler.planning.signature import MOST_OF_A_SHORT_CALL, is_short_call
 from weft.runtime import build, driver
 from weft.runtime.run.variant import forget
 from weft.runtime.store import tuned
+from weft.tools import tuning
 
 CAUSAL = weft.Attention(mask=masks.causal, name="short_causal")
 FULL = weft.Attention(name="short_full")

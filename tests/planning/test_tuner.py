@@ -17,7 +17,6 @@ from rich.console import Console
 
 import weft
 from tests.planned import DENSE, chosen, signature
-from weft import tuning
 from weft.codegen.targets.cpu.forms import CpuForm
 from weft.codegen.targets.triton.forms import Tiling
 from weft.compiler.analysis.tiles.facts import facts_of
@@ -33,6 +32,7 @@ from weft.runtime import driver
 from weft.runtime.run.variant import variant_of
 from weft.runtime.settings import settings
 from weft.runtime.store.tuned import FOLDER, TuneKey, forget, key_of, remember, remembered
+from weft.tools import tuning
 
 SHAPE = Shape(2, 8, 2, 1024, 1024, 128, 128)
 START = chosen(SHAPE, H200, "triton")

@@ -17,13 +17,13 @@ import torch
 from click.testing import CliRunner, Result
 
 import weft
-from weft import cli
-from weft.cli import main
 from weft.compiler.planning.machines.hardware import usable_cores
-from weft.drawn import drawn_operands
 from weft.request import ranges_of
 from weft.runtime import driver
 from weft.runtime.store import modules, prune
+from weft.tools import cli
+from weft.tools.cli import main
+from weft.tools.drawn import drawn_operands
 
 LOCAL = ["--score", "20.0 * tanh(score / 20.0)", "--mask", "(kv_pos <= q_pos) & (q_pos - kv_pos < window)"]
 LOCAL += ["--scalar", "window:int", "--set", "window=64"]
@@ -251,7 +251,7 @@ def test_tune_times_tilings_and_prints_a_schedule_that_can_be_used() -> None:
 
 @pytest.mark.parametrize("given", [[], ["--set", "table=random"]])
 def test_tune_draws_tensor_operands_and_says_so(given: list[str], monkeypatch) -> None:
-    from weft import tuning
+    from weft.tools import tuning
 
     seen: dict[str, torch.Tensor] = {}
     monkeypatch.setattr(tuning, "_clock", lambda a, shape, values, *_: seen.update(values) or (lambda *_: 1.0))
@@ -323,7 +323,9 @@ def test_a_pipe_that_closes_is_no_mistake() -> None:
 @pytest.mark.usefixtures("interruptible")
 def test_control_c_ends_without_a_traceback() -> None:
     waits = (
-        "import sys, weft.cli as c; c.prune.entries = lambda: (print('here', flush=True), c.time.sleep(60)); c.main()"
+        "import sys, weft.tools.cli as c\n"
+        "c.prune.entries = lambda: (print('here', flush=True), c.time.sleep(60))\n"
+        "c.main()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", waits, "cache", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -13,10 +13,10 @@ import torch
 from click.testing import CliRunner
 
 import weft
-from weft.cli import main
 from weft.compiler.planning import tuner
 from weft.runtime import build
 from weft.runtime.settings import Settings
+from weft.tools.cli import main
 
 from .. import sentences
 

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 import weft
 from weft import installed
-from weft.cli import main
+from weft.tools.cli import main
 
 from .test_docs import ROOT, blocks
 from .test_types import MYPY

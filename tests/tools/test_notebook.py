@@ -17,10 +17,11 @@ from click.testing import CliRunner
 
 import weft
 from tests.planning.test_pictures import comparison, tiles
-from weft import head, kv_pos, masks, notebook, q_pos, score
-from weft.cli import main
+from weft import head, kv_pos, masks, q_pos, score
 from weft.compiler.planning import picture
 from weft.compiler.planning.picture import EDGE, FULL, Picture, TileGrid
+from weft.tools import notebook
+from weft.tools.cli import main
 
 SVG = "{http://www.w3.org/2000/svg}"
 WINDOW, SLOPES, SINKS = weft.scalar("window", int), weft.tensor("slopes", 1), weft.tensor("sinks", 1)

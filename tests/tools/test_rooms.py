@@ -117,7 +117,7 @@ def test_signatures_have_one_maker() -> None:
 
 def test_kinds_of_sequences_are_asked_for_fields() -> None:
     """Their names are words of users alone: of `weft build`, the table of targets, and the module of the records."""
-    own = ("compiler/planning/sources.py", "runtime/build.py", "api/cli.py", "api/matrix.py")
+    own = ("compiler/planning/sources.py", "runtime/build.py", "api/tools/cli.py", "api/tools/matrix.py")
     named = [
         p for room in ("compiler", "codegen", "runtime", "api") for p in places(room, r"[\"'](packed_paged|paged)[\"']")
     ]

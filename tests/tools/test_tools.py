@@ -16,7 +16,7 @@ LOCAL = weft.Attention(mask=q_pos - kv_pos < WINDOW, name="of_tools")
 
 def test_tune_gives_its_operands_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("weft.tuning.tune", lambda *given, **options: asked.append((given, options)))
+    monkeypatch.setattr("weft.tools.tuning.tune", lambda *given, **options: asked.append((given, options)))
     shape = weft.shape(heads=2, q_len=64, head_dim=16)
     weft.tune(LOCAL, shape, window=8, target="cpu")
     assert asked == [((LOCAL, shape, {"window": 8}), {"target": "cpu", "algorithm": "flash", "progress": False})]
@@ -32,7 +32,7 @@ def test_build_says_of_each_job_what_became_of_it(monkeypatch: pytest.MonkeyPatc
 
 def test_calibrate_keeps_what_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
-    monkeypatch.setattr("weft.calibration.calibrate", lambda device: f"figures of {device}")
+    monkeypatch.setattr("weft.tools.calibration.calibrate", lambda device: f"figures of {device}")
     monkeypatch.setattr("weft.runtime.store.calibrated.write", lambda found, path: kept.append((found, path)))
     assert weft.calibrate("cpu", tmp_path / "mine.json") == "figures of cpu"
     assert kept == [("figures of cpu", tmp_path / "mine.json")]

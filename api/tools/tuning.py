@@ -12,24 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import describe
-from .attention import Attention
-from .compiler.analysis.tiles.facts import Facts, facts_of
-from .compiler.planning.dtypes import dtype_named
-from .compiler.planning.form import Form
-from .compiler.planning.kernel import Algorithm
-from .compiler.planning.machines import hardware
-from .compiler.planning.records import Shape
-from .compiler.planning.schedule import Schedule
-from .compiler.planning.signature import Direction, class_of
-from .compiler.planning.tuner import Clock, Tuned, search
+from .. import describe
+from ..attention import Attention
+from ..compiler.analysis.tiles.facts import Facts, facts_of
+from ..compiler.planning.dtypes import dtype_named
+from ..compiler.planning.form import Form
+from ..compiler.planning.kernel import Algorithm
+from ..compiler.planning.machines import hardware
+from ..compiler.planning.records import Shape
+from ..compiler.planning.schedule import Schedule
+from ..compiler.planning.signature import Direction, class_of
+from ..compiler.planning.tuner import Clock, Tuned, search
+from ..ir.attention import SEED
+from ..ir.errors import Problem, WeftError, collected
+from ..request import Request, ranges_of, request_of
+from ..runtime import driver
+from ..runtime.run.variant import forget
+from ..runtime.store import tuned
 from .drawn import drawn_operands
-from .ir.attention import SEED
-from .ir.errors import Problem, WeftError, collected
-from .request import Request, ranges_of, request_of
-from .runtime import driver
-from .runtime.run.variant import forget
-from .runtime.store import tuned
 
 _LEAST_SECONDS = 2e-3  # of one run on the clock: shorter calls are repeated, so that the clock's own noise is small
 

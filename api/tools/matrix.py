@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 import torch
 
-from . import masks
-from .attention import Attention
-from .codegen.targets import targets
-from .compiler.planning.plan import Plan
-from .ir.attention import Latent
-from .ir.errors import WeftError
-from .ir.expr import symbol, tensor
-from .ir.functions import maximum, minimum
+from .. import masks
+from ..attention import Attention
+from ..codegen.targets import targets
+from ..compiler.planning.plan import Plan
+from ..ir.attention import Latent
+from ..ir.errors import WeftError
+from ..ir.expr import symbol, tensor
+from ..ir.functions import maximum, minimum
 
 DEVICES = {"cpu": "cpu", "interpret": "cpu", "triton": "h200", "hopper": "h200"}
 Rows = Literal["dense", "padded", "packed", "paged", "packed over pages"]

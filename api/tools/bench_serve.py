@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import Attention as Variant
-from .compiler.analysis.values.ranges import Ranges
-from .ir.errors import WeftError, counted
-from .kv import PagedCache, Step
-from .nn import Attention, Rotary
-from .serving import Graphed, Model, Request, Server
+from ..attention import Attention as Variant
+from ..compiler.analysis.values.ranges import Ranges
+from ..ir.errors import WeftError, counted
+from ..kv import PagedCache, Step
+from ..nn import Attention, Rotary
+from ..serving import Graphed, Model, Request, Server
 
 
 @dataclass(frozen=True)

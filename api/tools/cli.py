@@ -18,7 +18,21 @@ from typing import Any, Literal
 
 import click
 
-from . import __version__, describe, drawing
+from .. import __version__, describe
+from ..codegen.targets import target_named, targets
+from ..compiler.planning.dtypes import EIGHTHS, ON_GPUS
+from ..compiler.planning.kernel import Algorithm
+from ..compiler.planning.machines import hardware
+from ..compiler.planning.machines.rates import rates_in_words
+from ..compiler.planning.picture import SUFFIXES
+from ..compiler.planning.signature import class_of, in_words
+from ..compiler.planning.tuner import Outcome, Spread
+from ..ir.errors import WeftError, counted
+from ..runtime import driver
+from ..runtime.check.tensors import MAX_HEAD_DIM
+from ..runtime.settings import size_of
+from ..runtime.store import calibrated, files, prune
+from . import drawing
 from .cli_options import (
     PLAN_OPTIONS,
     SHAPE_OPTIONS,
@@ -33,20 +47,7 @@ from .cli_options import (
     values_of,
     variant_of,
 )
-from .codegen.targets import target_named, targets
-from .compiler.planning.dtypes import EIGHTHS, ON_GPUS
-from .compiler.planning.kernel import Algorithm
-from .compiler.planning.machines import hardware
-from .compiler.planning.machines.rates import rates_in_words
-from .compiler.planning.picture import SUFFIXES
-from .compiler.planning.signature import class_of, in_words
-from .compiler.planning.tuner import Outcome, Spread
 from .doctor import cache_rows, machine_rows, setting_rows, small_call, state_of, target_rows, version_rows
-from .ir.errors import WeftError, counted
-from .runtime import driver
-from .runtime.check.tensors import MAX_HEAD_DIM
-from .runtime.settings import size_of
-from .runtime.store import calibrated, files, prune
 
 
 class _Mistake(click.ClickException):
@@ -131,7 +132,7 @@ def explain(ctx: click.Context, short: bool, mesh: int | tuple[int, int] | None,
     """
     r = request_of(ctx)
     if mesh is not None:
-        from .distributed import shardplan  # lazy: few want it
+        from ..distributed import shardplan  # lazy: few want it
 
         with _busy("planning"):
             text = shardplan.plan_of_sizes(r.variant, r.shape, mesh, per_host, r.device, r.values).explain()
@@ -305,7 +306,7 @@ def build(
 
     VARIANT is module:name or file.py:name of a declared variant.
     """
-    from .runtime import build as ahead  # lazy: only this command wants it
+    from ..runtime import build as ahead  # lazy: only this command wants it
 
     declared = [declared_at(name) for name in variants]
     if hardware.by_name(device).kind == "cpu":
@@ -463,7 +464,7 @@ def cache_clear() -> None:
 )
 def calibrate(device: str | None, output: str | None) -> None:
     """Measure what this machine does, in less than a minute, for plans and for the choice of forms."""
-    from . import tools  # lazy: no other command measures
+    from .. import tools  # lazy: no other command measures
 
     with _busy("measuring this machine"):
         found = tools.calibrate(device, output)

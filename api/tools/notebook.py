@@ -15,10 +15,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .attention import Attention
-from .compiler.planning.picture import Picture
-from .compiler.planning.plan import Plan
-from .ir.expr import Expr, Node, fail
+from ..attention import Attention
+from ..compiler.planning.picture import Picture
+from ..compiler.planning.plan import Plan
+from ..ir.expr import Expr, Node, fail
 
 _MOST_SHOWN = 64  # tiles a side of a picture whose tiles nobody chose
 
@@ -44,7 +44,7 @@ def _show_mask(
 
 def _plan_html(plan: Plan) -> str:
     """The plan as a notebook shows it: what `explain` prints, without the variant's score and mask."""
-    from .compiler.planning.plan_page import plan_page  # lazy: imports rich
+    from ..compiler.planning.plan_page import plan_page  # lazy: imports rich
 
     return plan_page(plan)
 

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .compiler.planning.kernel import Algorithm
-from .compiler.planning.records import Shape
-from .compiler.planning.signature import Direction
-from .compiler.planning.tuner import Tuned
-from .ir.errors import WeftError
-from .runtime import build as ahead
-from .runtime.store import calibrated
+from ..compiler.planning.kernel import Algorithm
+from ..compiler.planning.records import Shape
+from ..compiler.planning.signature import Direction
+from ..compiler.planning.tuner import Tuned
+from ..ir.errors import WeftError
+from ..runtime import build as ahead
+from ..runtime.store import calibrated
 
 if TYPE_CHECKING:
-    from .attention import Attention
-    from .compiler.planning.machines.rates import Calibration
+    from ..attention import Attention
+    from ..compiler.planning.machines.rates import Calibration
 
 
 def tune(

@@ -19,17 +19,17 @@ from typing import Any
 import click
 import torch
 
-from . import Attention, parse, request, scalar, score, shape, tensor
-from .codegen.targets import targets
-from .compiler.analysis.values.ranges import Ranges
-from .compiler.planning.dtypes import ON_GPUS
-from .compiler.planning.records import Shape
+from .. import Attention, parse, request, scalar, score, shape, tensor
+from ..codegen.targets import targets
+from ..compiler.analysis.values.ranges import Ranges
+from ..compiler.planning.dtypes import ON_GPUS
+from ..compiler.planning.records import Shape
+from ..ir.attention import SEED
+from ..ir.errors import Problem, WeftError, listed
+from ..ir.expr import Const, Expr, Number, Scalar, TensorOperand
+from ..ir.normalizer import SOFTMAX, normalizers
+from ..runtime.check.tensors import DTYPES
 from .drawn import drawn_operands
-from .ir.attention import SEED
-from .ir.errors import Problem, WeftError, listed
-from .ir.expr import Const, Expr, Number, Scalar, TensorOperand
-from .ir.normalizer import SOFTMAX, normalizers
-from .runtime.check.tensors import DTYPES
 
 _KINDS = {"int": int, "float": float, "bool": bool}
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}

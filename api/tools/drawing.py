@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
-from .compiler.analysis.tiles.facts import Facts, facts_of
-from .compiler.analysis.tiles.measured import Measurement
-from .compiler.analysis.tiles.programs import tile_runs
-from .compiler.analysis.tiles.results import TileProgram
-from .compiler.planning import picture
-from .compiler.planning.pairs import pair_blocks
-from .compiler.planning.records import Shape
-from .ir.attention import Attention
-from .ir.errors import Problem, WeftError, collected, counted, shown
-from .ir.numbers import is_int
-from .ir.reference import dense_mask, positions
-from .ir.walk import scalars, symbols, tensors
-from .request import check_read, environment, ranges_of, to_give
-from .runtime.check.operands import check_q_offset, described
+from ..compiler.analysis.tiles.facts import Facts, facts_of
+from ..compiler.analysis.tiles.measured import Measurement
+from ..compiler.analysis.tiles.programs import tile_runs
+from ..compiler.analysis.tiles.results import TileProgram
+from ..compiler.planning import picture
+from ..compiler.planning.pairs import pair_blocks
+from ..compiler.planning.records import Shape
+from ..ir.attention import Attention
+from ..ir.errors import Problem, WeftError, collected, counted, shown
+from ..ir.numbers import is_int
+from ..ir.reference import dense_mask, positions
+from ..ir.walk import scalars, symbols, tensors
+from ..request import check_read, environment, ranges_of, to_give
+from ..runtime.check.operands import check_q_offset, described
 
 MOST_TILES = 1 << 26  # of a picture: half a gigabyte while it is drawn
 

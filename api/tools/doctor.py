@@ -11,13 +11,13 @@ import re
 import tempfile
 import time
 
-from . import Attention, __version__, installed, parse
-from .codegen.targets import target_named, targets
-from .compiler.planning.machines import hardware
-from .ir.errors import WeftError, counted
-from .runtime import driver
-from .runtime.settings import current, settings
-from .runtime.store import files, prune
+from .. import Attention, __version__, installed, parse
+from ..codegen.targets import target_named, targets
+from ..compiler.planning.machines import hardware
+from ..ir.errors import WeftError, counted
+from ..runtime import driver
+from ..runtime.settings import current, settings
+from ..runtime.store import files, prune
 
 
 def state_of(entry: prune.EntryInfo) -> str:

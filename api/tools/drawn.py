@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compiler.analysis.values.ranges import Ranges, range_of
-from .ir.attention import Attention
-from .ir.errors import Problem, WeftError
-from .ir.expr import Load, TensorOperand
-from .ir.walk import loads
+from ..compiler.analysis.values.ranges import Ranges, range_of
+from ..ir.attention import Attention
+from ..ir.errors import Problem, WeftError
+from ..ir.expr import Load, TensorOperand
+from ..ir.walk import loads
 
 LARGEST_INT = 7  # ints are drawn from 0 to it, so that ids are equal now and then
 _MOST = 2**28  # entries of one tensor

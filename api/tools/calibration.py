@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .codegen import products
-from .compiler.planning.dtypes import FP64, ON_GPUS
-from .compiler.planning.machines import hardware
-from .compiler.planning.machines.rates import WIDTH, Calibration, CpuRates, GpuRates, Library, ProductRate
-from .ir.errors import WeftError
-from .runtime.build import TORCH_DTYPES
+from ..codegen import products
+from ..compiler.planning.dtypes import FP64, ON_GPUS
+from ..compiler.planning.machines import hardware
+from ..compiler.planning.machines.rates import WIDTH, Calibration, CpuRates, GpuRates, Library, ProductRate
+from ..ir.errors import WeftError
+from ..runtime.build import TORCH_DTYPES
 
 Step = Callable[[], object]
 SECONDS = 20.0  # of rounds on a CPU with one thread
@@ -241,7 +241,7 @@ def _digits(value: float) -> float:
 # -- a GPU -------------------------------------------------------------------------------------------------------------
 def _gpu_rates(device: torch.device) -> tuple[GpuRates, float]:
     """What was measured, and its spread."""
-    from .runtime.calibration_kernels import exponentials, read_again  # lazy: imports Triton, which a CPU does without
+    from ..runtime.calibration_kernels import exponentials, read_again  # lazy: imports Triton, which a CPU does without
 
     record = hardware.for_device(device)
     _spreads.clear()
