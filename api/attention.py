@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -46,7 +47,7 @@ from .runtime.check.operands import (
 from .runtime.check.sequences import checked, given_sequences
 from .runtime.check.tensors import check_latent, main_problems
 from .runtime.check.values import check_offsets
-from .runtime.descales import FP8, refuse_bare
+from .runtime.descales import FP8, at_hand, out_name, refuse_bare
 from .runtime.ops import dispatch
 from .runtime.options import DEFINED, PLAIN, CallOptions, Form, doc_of, signature_of
 from .runtime.run.variant import Variant
@@ -165,9 +166,6 @@ class Attention(Methods, Declaration):
             is_known = False
         if (not is_known or (value is None and self.latent is None)) and not are_jagged(query, key, value):
             self._check(query, key, value, operands, options.block_table is not None)
-        if options.are_read or key.dtype in FP8:
-            main, options = conversion.converted(own.variant, Main(query, key, value, rope), options, operands)
-            query, key, value, rope = main
         if q_offset is None and not is_ragged:
             try:
                 q_offset = kv_rows - q_rows
@@ -193,22 +191,46 @@ class Attention(Methods, Declaration):
         else:
             sequences = Dense(q_offset) if type(q_offset) is int else dense_offset(q_offset)
         target, schedule = options.target, None if options.schedule is None else str(options.schedule)
-        read, out_name = None, None
-        if options.are_read:
-            read, out_name = read_by_kernels(str(self.name), query, key, value, options)
         target = default_target() if target is None else target
-        choices = choices_of(target, schedule, options.deterministic, out_name)
-        call = Call(query, key, value, rope, given, sequences, choices, head_dim or query.shape[3], read)
+        named = None if options.out_dtype is None else out_name(options)
+        choices = choices_of(target, schedule, options.deterministic, named)
+        call = Call(query, key, value, rope, given, sequences, choices, head_dim or query.shape[3])
+        found = None
         try:
-            if key.dtype in FP8:
-                refuse_bare(str(self.name), {"key": key, "value": value}, options)
-            out, lse = dispatch.run(own.variant, call, options.return_lse)
+            if options.are_read or key.dtype in FP8:
+                call, found = self._scaled(call, options, operands)
+            out, lse = found or dispatch.run(own.variant, call, options.return_lse)
         except WeftError:
             raise
         except (RuntimeError, TypeError, LookupError, ArithmeticError, ValueError, AttributeError) as error:
             self._explain(call, options, error)
             raise
         return (out, self._shown(lse)) if options.return_lse else out
+
+    def _scaled(
+        self, call: Call, options: CallOptions, operands: Mapping[str, Any]
+    ) -> tuple[Call, tuple[Tensor, Any] | None]:  # fmt: skip
+        """A call that has no descales yet, and its results where it is like the one before.
+
+        Any other has no results yet, but descales as kernels read them, or copies of its operands.
+        """
+        name, key, value = str(self.name), call.key, call.value
+        if options.k_descale is None or (options.v_descale is None and value is not None):
+            refuse_bare(name, {"key": key, "value": value}, options)
+        read = at_hand(options)
+        if read is not None:
+            call.read = read or None
+            found = dispatch.again(self._variant, call, partial(conversion.grows, call, options))
+            if found is not None:
+                return call, found
+        main = Main(call.query, key, value, call.rope)
+        made, left = conversion.converted(self._variant, main, options, operands)
+        call.read = read_by_kernels(name, *made[:3], left) if left.are_read else None
+        if made is main:
+            return call, None
+        sequences = call.sequences if left.block_table is None else given_sequences(name, made.query, made.key, left)
+        choices = choices_of(call.choices.target, call.choices.schedule, call.choices.deterministic, out_name(left))
+        return Call(*made, call.operands, sequences, choices, call.head_dim, call.read), None
 
     @staticmethod
     def _shown(lse: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from .compiler.planning.target import Target
 from .internals import Main
 from .ir.errors import collected
 from .runtime import descales, driver
-from .runtime.call import LARGEST_PAGE, is_page
+from .runtime.call import LARGEST_PAGE, Call, is_page
 from .runtime.check.sequences import ragged_problems
 from .runtime.ops.quantize import dequantize, dequantize_pages, large_table
 from .runtime.options import PLAIN, CallOptions
@@ -65,6 +65,16 @@ def converted(
         stored = {n: t for n, t in stored.items() if n == "query"}
     real = dequantize([*stored.values()], [read.get(descales.OF[n]) for n in stored], HALF) if stored else []
     return main._replace(**dict(zip(stored, real, strict=True))), options
+
+
+def grows(call: Call, options: CallOptions) -> bool:
+    """Whether a call that is like one before in all but its keys has descales that fit, and takes no copies either."""
+    main, read = {"query": call.query, "key": call.key, "value": call.value}, call.read or {}
+    for operand, name in descales.OF.items():
+        tensor = main[operand]
+        if name in read and (tensor is None or not descales.fits(operand, tensor, read[name], pooled=False)):
+            return False
+    return call.value is None or not is_faster(_arch_of(call.query.device), main, options)
 
 
 @constant_while_tracing

@@ -15,6 +15,7 @@ from .ir.errors import WeftError
 from .runtime.call import SLOTS, Arguments, choices_text, float_tensor
 from .runtime.check.sequences import checked
 from .runtime.check.tensors import check_tensors
+from .runtime.descales import out_name
 from .runtime.ops.library import FORWARD
 from .runtime.options import CallOptions
 from .runtime.run.variant import say_of_first_key
@@ -47,17 +48,14 @@ def traced(
     number, per_row = (None, offset) if isinstance(offset, Tensor) else (offset, None)
     if is_ragged:
         options = checked(str(attention.name), query, key, options.having(q_offset=offset))
-    read: Mapping[str, Tensor] | None = None
-    out_name = None
-    if options.are_read:
-        read, out_name = read_by_kernels(str(attention.name), query, key, value, options)
+    read = read_by_kernels(str(attention.name), query, key, value, options) if options.are_read else None
     own_slots = {"q_offsets": per_row, **(read or {})}
     slots = tuple([own_slots[name] if name in own_slots else getattr(options, name) for name in SLOTS])
     target = traced_target() if options.target is None else options.target
     schedule = None if options.schedule is None else str(options.schedule)
     arguments = Arguments(
         query, key, value, rope, tensors, floats, ints, number, slots, head_dim or query.shape[3],
-        attention.canonical.line, choices_text(target, schedule, options.deterministic, out_name),
+        attention.canonical.line, choices_text(target, schedule, options.deterministic, out_name(options)),
     )  # fmt: skip
     return FORWARD(*arguments.flat)
 

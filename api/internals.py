@@ -90,14 +90,14 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
 
 def read_by_kernels(
     name: str, query: Tensor, key: Tensor, value: Tensor | None, options: CallOptions
-) -> tuple[Mapping[str, Tensor] | None, str | None]:
-    """The options that kernels read by their names, descales as they read them; the name of the output's dtype."""
+) -> Mapping[str, Tensor] | None:
+    """The options that kernels read by their names, descales as they read them."""
     main = {"query": query, "key": key, "value": value}
     if problems := rank_problems({n: t for n, t in main.items() if t is not None}):
         raise collected(name, problems)
     read = {n: t for n in READ_BY_KERNELS if n not in descales.NAMES and (t := getattr(options, n)) is not None}
     read |= descales.read_by_kernels(name, main, options, options.block_table is not None)
-    return read or None, descales.out_name(options)
+    return read or None
 
 
 def dequantized(

@@ -1,11 +1,10 @@
 """What FP8 operands of a call bring: descales as kernels read them, and the dtype of the output.
 
-A real number is a stored one times its descale. Kernels read one canonical form, float32:
+A real number is a stored one times its descale. Kernels read one form, float32:
 
-    query          [B, Hq, n, 1]: n is L, or the number of blocks of 64 or 128 rows
-    key and value  [B, Hkv, 1, 1]: one number a head; or [B, Hkv, n, 1] as above: numbers of rows
+    [B or 1, H or 1, n, 1]: n is 1 for one number a head, or the number of rows, or of blocks of 64 or 128 rows
 
-B is 1 of packed operands, and the number of blocks of a pool. What a caller gives broadcasts to it without a copy.
+B is 1 of packed operands, and the number of blocks of a pool. It is what most callers give: no tensor is made of it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ..codegen.torch_private import under_transform
 from ..compiler.planning.dtypes import EIGHTHS, dtype_named, named_by_torch
 from ..compiler.planning.signature import usual_out
 from ..ir.errors import Problem, collected, shown
-from .options import CallOptions
+from .options import READ_BY_KERNELS, CallOptions
 from .settings import checks_values
 
 DTYPES = named_by_torch()
@@ -33,19 +32,38 @@ Main = Mapping[str, Tensor | None]  # query, key and value
 
 
 def read_by_kernels(name: str, main: Main, options: CallOptions, pooled: bool) -> dict[str, Tensor]:
-    """The descales of a call in canonical form, by option. name: of the variant, for errors. torch traces this.
+    """The descales of a call as kernels read them, by option. name: of the variant, for errors. torch traces this.
 
     Raises WeftError for what is no descale of these operands, naming all that is wrong.
     """
     given = {operand: getattr(options, n) for operand, n in OF.items() if getattr(options, n) is not None}
-    problems = [
-        p for operand, descale in given.items() if not _is_usual(main[operand], descale)
-        for p in _problems(operand, main, descale, pooled)
-    ]  # fmt: skip
+    problems = [p for operand, descale in given.items() for p in _problems(operand, main, descale, pooled)]
     problems += list(_out_problems(main, options.out_dtype))  # torch 2.11 traces no += of a generator
     if problems:
         raise collected(name, problems)
-    return {OF[operand]: _canonical(operand, main[operand], descale) for operand, descale in given.items()}  # type: ignore[arg-type]
+    return {OF[operand]: _in_four(descale, main["query"]) for operand, descale in given.items()}  # type: ignore[arg-type]
+
+
+def at_hand(options: CallOptions) -> dict[str, Tensor] | None:
+    """The same where all are tensors whose values nobody looks at, of which nothing is checked; None for others.
+
+    At each call: a quick look.
+    """
+    if checks_values():
+        return None
+    found = {}
+    for n in READ_BY_KERNELS:
+        tensor = getattr(options, n)
+        if tensor is not None:
+            if type(tensor) is not Tensor or tensor.requires_grad or are_looked_at(tensor):
+                return None
+            found[n] = tensor if tensor.dim() == 4 else _in_four(tensor, tensor)
+    return found
+
+
+def are_looked_at(descale: Tensor) -> bool:
+    """Whether its values are looked at in each call, as they lie on the host."""
+    return descale.is_cpu
 
 
 OF_CACHE = "_weft_of_cache"  # an attribute of what a cache of FP8 gives: it has descales beside it
@@ -69,29 +87,13 @@ def out_name(options: CallOptions) -> str | None:
     return None if options.out_dtype is None else DTYPES[options.out_dtype]
 
 
-def _canonical(operand: str, tensor: Tensor, descale: float | Tensor) -> Tensor:
-    batch, heads, rows, _ = tensor.shape
+def _in_four(descale: float | Tensor, beside: Tensor) -> Tensor:
+    """A descale as kernels read it. beside: a tensor of its device."""
     if not isinstance(descale, Tensor):
-        descale = torch.full((1, 1, 1, 1), float(descale), dtype=torch.float32, device=tensor.device)
-    elif descale.dim() < 2:
-        descale = descale.reshape(1, -1, 1, 1)
-    elif descale.dim() < 4:
-        descale = descale.reshape(*[1] * (4 - descale.dim()), *descale.shape)
-    blocks = rows if operand == "query" and descale.shape[2] == 1 else descale.shape[2]
-    return descale.expand(batch, heads, blocks, 1)
-
-
-def _is_usual(tensor: Tensor | None, descale: object) -> bool:
-    """Whether this is one number for a tensor, a batch row or a head, as `quantize` gives it on a GPU.
-
-    Nobody looks at its values. At each call: a quick look.
-    """
-    if torch.compiler.is_compiling() or type(descale) is not Tensor or tensor is None or descale.dim() != 4:
-        return False
-    batch, heads, rows, width = descale.shape
-    fits = batch in (1, tensor.shape[0]) and heads in (1, tensor.shape[1]) and rows == width == 1
-    same = descale.dtype == torch.float32 and descale.get_device() == tensor.get_device() >= 0
-    return fits and same and not descale.requires_grad and tensor.dtype in FP8 and not checks_values()
+        return torch.full((1, 1, 1, 1), float(descale), dtype=torch.float32, device=beside.device)
+    if descale.dim() < 2:
+        return descale.reshape(1, -1, 1, 1)
+    return descale if descale.dim() > 3 else descale.reshape(*[1] * (4 - descale.dim()), *descale.shape)
 
 
 def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterator[Problem]:
@@ -122,7 +124,7 @@ def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterat
         yield Problem(option=n, what="a descale has no gradient", next_step=f"pass {n}.detach()")
     elif not fits(operand, tensor, descale, pooled):
         yield Problem(option=n, expected=_shapes(operand, tensor, pooled), got=f"shape {list(descale.shape)}")
-    elif not (torch.compiler.is_compiling() or under_transform()) and (descale.is_cpu or checks_values()):
+    elif not (torch.compiler.is_compiling() or under_transform()) and (are_looked_at(descale) or checks_values()):
         wrong = descale[~((descale > 0.0) & (descale < inf))]
         if wrong.numel():
             yield Problem(option=n, expected="positive numbers", got=str(wrong[0].item()))
@@ -144,7 +146,7 @@ def fits(operand: str, tensor: Tensor, descale: Tensor, pooled: bool) -> bool:
         return False
     if pooled and operand != "query":  # of pages of one row nobody could tell the two apart
         return (of_batch, blocks) == (1, 1) or (rows > 1 and (of_batch, blocks) == (batch, rows))
-    return of_batch in (1, batch) and blocks in {1, rows, *(-(-rows // n) for n in BLOCKS)}
+    return of_batch in (1, batch) and (blocks in (1, rows) or blocks in [-(-rows // n) for n in BLOCKS])
 
 
 def _shapes(operand: str, tensor: Tensor, pooled: bool) -> str:
@@ -187,7 +189,7 @@ def rows_read(read: Mapping[str, Tensor]) -> frozenset[str]:
 # -- real numbers ------------------------------------------------------------------------------------------------------
 def dequantized(tensor: Tensor, descale: float | Tensor | None, dtype: torch.dtype) -> Tensor:
     """Stored numbers [B, H, rows, columns] times their descale, in any of the forms that a call takes."""
-    factor = None if descale is None else by_rows(_canonical("key", tensor, descale), tensor.shape[2])
+    factor = None if descale is None else by_rows(_in_four(descale, tensor), tensor.shape)
     found = Scaled(tensor, factor, dtype).real()
     return found if found.stride(3) == 1 else found.contiguous()  # a value that is stored in columns
 

@@ -22,7 +22,7 @@ from .division import Division
 from .fast.direct import DirectWay, Prepared, may_go_directly
 from .fast.ways import Ways, first_of
 from .job import Job, KernelLaunch, Mode, OwnPart, Part, SummingPart
-from .scaled import shift_of
+from .scaled import shift_of, spread
 
 HEAD_BUNCH = 8  # heads whose tiles run together, so that their keys and values are shared in L2
 _MOST_ROWS = 512  # of a tile
@@ -174,7 +174,9 @@ class KernelLauncher:
         rows = {**job.sequences.vocabulary}
         if job.signature.widths.value_is_key:
             rows["value"] = f"key[..., :{job.signature.widths.value_dim}]"
-        rows |= {f"{n}_shift": f"shift_of({n}.shape[2], {rows_of})" for n, rows_of in job.descales.items()}
+        for n, rows_of in job.descales.items():
+            rows[f"{n}_strides"] = f"spread({n}.shape, {n}.stride())"
+            rows[f"{n}_shift"] = f"shift_of({n}.shape[2], {rows_of})"
         if job.is_backward:
             block = job.padding(mode)
             rows["padded_len"] = f"(q_len + {block - 1}) // {block} * {block}"
@@ -183,7 +185,7 @@ class KernelLauncher:
         return rows
 
     def _tools(self) -> dict[str, Any]:
-        own = {"shift_of": shift_of} if self.job.descales else {}
+        own = {"shift_of": shift_of, "spread": spread} if self.job.descales else {}
         return own | {name: tool for part in self.parts for name, tool in part.tools().items()}
 
     def _packer(self, mode: Mode, given: Mapping[str, Any], pointers: bool = True) -> Packer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,9 +20,15 @@ def shift_of(blocks: int, rows: int) -> int:
     return 0 if blocks >= rows else 6 if blocks * BLOCKS[0] >= rows else 7
 
 
-def by_rows(descale: Tensor, rows: int) -> Tensor:
-    """Descales [B, H, blocks or 1, 1] as [B, H, rows, 1]: a view where it can be one."""
-    batch, heads, blocks, _ = descale.shape
+def spread(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor over all that it broadcasts to."""
+    return tuple([0 if size == 1 else stride for size, stride in zip(shape, strides)])
+
+
+def by_rows(descale: Tensor, shape: Sequence[int]) -> Tensor:
+    """Descales [B or 1, H or 1, blocks or 1, 1] of operands [B, H, rows, D] as [B, H, rows, 1]: a view if possible."""
+    batch, heads, rows, _ = shape
+    blocks = descale.shape[2]
     if blocks not in (1, rows):
         descale = descale.repeat_interleave(1 << shift_of(blocks, rows), dim=2)[:, :, :rows]
     return descale.expand(batch, heads, rows, 1)

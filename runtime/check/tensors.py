@@ -330,13 +330,13 @@ def tensor_problems(call: Call) -> list[Problem]:
 
 
 def _descale_problems(call: Call) -> list[Problem]:
-    """Descales that are not in canonical form of their operands: a graph reaches the op with what it holds."""
+    """Descales that do not fit their operands: a graph reaches the op with what it holds."""
     found, read = [], call.read or {}
     for label, tensor in zip(descales.NAMES, (call.query, call.key, call.value)):
         if (descale := read.get(label)) is None:
             continue
         fits = tensor is not None and descale.dim() == 4 and descale.dtype == torch.float32
-        if not fits or descale.shape[:2] != tensor.shape[:2] or descale.shape[3] != 1:  # type: ignore[union-attr]
+        if not fits or descale.shape[3] != 1 or any(n not in (1, m) for n, m in zip(descale.shape[:2], tensor.shape)):  # type: ignore[union-attr]
             found.append(wrong(label, "a descale of its operand", f"{descale.dtype} {list(descale.shape)}"))
     return found
 

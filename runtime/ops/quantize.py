@@ -135,7 +135,7 @@ def _real_on_cpu(data: Sequence[Tensor], descales: Sequence[Tensor | None], dtyp
     kind, name = dtype_named(dtype).torch, default_target()
     if name is not None and target_named(name).interprets:
         return [_real_by_kernel(t, d, kind, -1, True) for t, d in zip(data, descales, strict=True)]
-    rows = [None if d is None else by_rows(d, t.shape[2]) for t, d in zip(data, descales, strict=True)]
+    rows = [None if d is None else by_rows(d, t.shape) for t, d in zip(data, descales, strict=True)]
     return [Scaled(t, r, torch.float32).real().to(kind).contiguous() for t, r in zip(data, rows, strict=True)]
 
 

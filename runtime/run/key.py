@@ -69,12 +69,14 @@ def key_of(call: Call) -> tuple[object, ...]:
     if rope is not None:
         found += (rope.dtype, rope.get_device(), rope.dim(), rope.shape[-1])
     if call.read is not None:
-        found += (*call.read, *kinds_of(call.read), descales.rows_read(call.read))
+        for name, tensor in call.read.items():
+            found += (name, *_kind_of(tensor))
+        found += (descales.rows_read(call.read),)
     return found + kinds_of(call.operands) if call.operands else found
 
 
 def _kind_of(lengths: Tensor | None) -> tuple[object, ...]:
-    """What of lengths, or of a table of blocks, the prepared kernels depend on."""
+    """What of lengths, a table of blocks or descales the prepared kernels depend on."""
     return (None,) if lengths is None else (lengths.dtype, lengths.get_device(), lengths.dim())
 
 

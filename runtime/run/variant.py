@@ -121,18 +121,22 @@ class Variant:
 
     def forward_like(self, call: Call, known: Known) -> tuple[Tensor, Tensor]:
         """The same of a call that fits what is known."""
+        return self.forward_again(call, known) or self.forward(call)
+
+    def forward_again(self, call: Call, known: Known) -> tuple[Tensor, Tensor] | None:
+        """The same where what is known takes the call; None, with nothing done, where it does not."""
         repeats = self.repeats  # before anything is launched, against `forget`
         if self._sizes.needed and (not known.checked or checks_values()):
             self._sizes.check(call)
-        if (type(call.sequences) is Dense or not checks_values()) and not (known.measures and keeps_tiles()):
-            found: tuple[Tensor, Tensor] | None = known.launch(call)
-            if found is not None:
-                if known.look is None:
-                    repeats.hits += 1
-                else:
-                    repeats.grew(known, call)
-                return found
-        return self.forward(call)
+        if (known.measures and keeps_tiles()) or (type(call.sequences) is not Dense and checks_values()):
+            return None
+        found: tuple[Tensor, Tensor] | None = known.launch(call)
+        if found is not None:
+            if known.look is None:
+                repeats.hits += 1
+            else:
+                repeats.grew(known, call)
+        return found
 
     def forward_keeping(self, call: Call, key: object) -> tuple[Tensor, Tensor, Tensor | None]:
         """The same of a call that has a backward, and the weights, where that takes them."""

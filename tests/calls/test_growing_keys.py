@@ -141,6 +141,7 @@ def test_one_descale_in_the_place_of_those_of_rows_is_seen(growing: Callable[...
 
     assert [of(n, n) for n in range(600, 610)][4:] == [True] * 6
     assert not of(610, 1)
+    assert not of(611, 610) and not calls.launches.found  # of a row that has none
 
 
 @pytest.mark.parametrize("target", ["triton", "hopper"])

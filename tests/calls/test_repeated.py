@@ -67,6 +67,25 @@ def latent_calls() -> dict[str, tuple[weft.Attention, list[Tensor], dict[str, An
     return found
 
 
+def fp8_calls() -> dict[str, tuple[weft.Attention, list[Tensor], dict[str, Any]]]:
+    """Operands of FP8 whose descales are those of heads, or of tokens."""
+
+    def call(tensors: list[Tensor], per: Any, first: int) -> tuple[weft.Attention, list[Tensor], dict[str, Any]]:
+        made = {n: weft.fp8.quantize(t, per) for n, t in list(zip("qkv", tensors))[first:]}
+        return CAUSAL, [*tensors[:first], *(x.data for x in made.values())], {
+            f"{n}_descale": x.descale for n, x in made.items()
+        }  # fmt: skip
+
+    variant, pages, descales = call(pools(), "token", 1)
+    return {
+        "FP8": call(dense(), "head", 0),
+        "FP8 keys": call(dense(16), "head", 1),
+        "FP8 keys, one token": call(dense(1), "head", 1),
+        "FP8 keys, one token, by token": call(dense(1), "token", 1),
+        "FP8 keys, one token, pages": (variant, pages, descales | {"kv_lens": LENS, "block_table": TABLE}),
+    }
+
+
 MLA = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=64, rope=16), scale=0.1, name="repeated_latent")
 TABLE = torch.arange(8, dtype=torch.int32).view(2, 4)
 CALLS: dict[str, tuple[weft.Attention, list[Tensor], dict[str, Any]]] = {
@@ -83,7 +102,15 @@ CALLS: dict[str, tuple[weft.Attention, list[Tensor], dict[str, Any]]] = {
     "a scalar, one token": (WINDOW, dense(1), {"window": 20}),
     "boxes of an operand": (BIAS, dense(), {"bias": normal(2, 4, 64, 64)}),
     **{f"latent, {kind}": call for kind, call in latent_calls().items()},
+    **fp8_calls(),
 }
+
+
+def lack(name: str, target: str, backward: bool) -> bool:
+    """Whether there is no such way."""
+    if backward:
+        return any(word in name for word in ("pages", "latent", "FP8"))
+    return target == "hopper" and ("token" in name or "pages" in name or "FP8 keys" in name)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
@@ -91,7 +118,7 @@ CALLS: dict[str, tuple[weft.Attention, list[Tensor], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_what_repeats_launches_the_same(name: str, target: str, backward: bool, launches: Launches) -> None:
     variant, tensors, given = CALLS[name]
-    if (backward and ("pages" in name or "latent" in name)) or (target == "hopper" and "token" in name + "pages"):
+    if lack(name, target, backward):
         pytest.skip("no such way")
     if target == "hopper" and "latent" in name:
         pytest.skip("rotary columns apart are for triton")
@@ -199,6 +226,16 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "latent, FP8 pages": [
         {"rope": normal(8, 1, 16, 16)}, {"rope": normal(16, 1, 8, 16)}, {"block_table": TABLE[:, :2]},
     ],
+    "FP8": [
+        {"q_descale": None}, {"k_descale": 0.5}, {"k_descale": torch.ones(2)}, {"k_descale": torch.ones(1, 3, 1, 1)},
+        {"k_descale": torch.ones(1, 2, 1, 1).requires_grad_()}, {"k_descale": torch.ones(1, 2, 1, 1).double()},
+        {"v_descale": torch.ones(2, 2, 64, 1)}, {"q_descale": torch.ones(2, 4, 64, 1)}, {"out_dtype": torch.float16},
+        {"kv_lens": LENS}, {"v_descale": torch.ones(())}, {"v_descale": torch.ones(2, 2, 2, 1)[:, :, ::2]},
+    ],
+    "FP8 keys, one token, by token": [
+        {"k_descale": torch.ones(2, 2, 63, 1)}, {"v_descale": torch.ones(2, 2, 1, 1)}, {"k_descale": torch.ones(2)},
+        {"v_descale": torch.ones(2, 2, 128, 1)[:, :, ::2]},
+    ],
     "boxes of an operand": [
         {"bias": beside(normal(2, 4, 64, 64))}, {"bias": normal(1, 4, 64, 64).expand(2, 4, 64, 64)},
         {"bias": normal(2, 4, 64, 64, dtype=torch.float32)}, {"bias": normal(2, 4, 64, 64).mT},
@@ -211,7 +248,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_that_change_are_seen(name: str, target: str, backward: bool, launches: Launches) -> None:
     variant, tensors, given = CALLS[name]
-    if (backward and ("pages" in name or "latent" in name)) or (target == "hopper" and "token" in name):
+    if lack(name, "triton", backward) or (target == "hopper" and "token" in name):
         pytest.skip("no such way")
     tensors = leaves(tensors) if backward else tensors
     for change in OPTIONS[name]:

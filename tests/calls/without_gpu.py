@@ -9,10 +9,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from weft import conversion
 from weft.codegen import torch_private
 from weft.codegen.launch import launching
 from weft.codegen.launch.device import Device
 from weft.compiler.planning.machines import hardware
+from weft.runtime import descales
 
 Compiled = Callable[[Any, Sequence[Any]], Any]  # (binding, arguments with tensors) -> a kernel that can be launched
 
@@ -38,6 +40,8 @@ def go_without_a_gpu(monkeypatch: pytest.MonkeyPatch, compiled: Compiled) -> Non
     monkeypatch.setattr(Device, "compiled", all_of_them)
     monkeypatch.setattr(Device, "stream", lambda self: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(conversion, "_known_arch", lambda device: h200.arch)
+    monkeypatch.setattr(descales, "are_looked_at", lambda descale: False)  # as they are where they lie on a GPU
     zero = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(launching, "counter", lambda device: zero)
     monkeypatch.setattr(launching, "stream_function", lambda: lambda device: 0)

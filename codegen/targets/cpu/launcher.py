@@ -90,7 +90,7 @@ class CpuLauncher:
             if tensor is None:
                 return None
             descale = read.get(name)
-            rows = None if descale is None else by_rows(descale, tensor.shape[2])
+            rows = None if descale is None else by_rows(descale, tensor.shape)
             found = Scaled(tensor, rows, dtype)
             return found if runs is not None else found.real()
 
