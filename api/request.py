@@ -17,7 +17,7 @@ from .compiler.analysis.values.ranges import Ranges, check_integers
 from .compiler.planning.dtypes import BF16, FP16, ON_GPUS
 from .compiler.planning.latent_forms import cheaper_form
 from .compiler.planning.machines import hardware
-from .compiler.planning.records import Shape
+from .compiler.planning.records import Shape, stored_beside
 from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import MOST_SHORT, Described, Direction, Dtypes, Signature, Widths, signature_of
 from .compiler.planning.sources import DENSE
@@ -99,9 +99,11 @@ def _shape_of(
         raise WeftError(f"{attention.name}: nothing is computed for empty operands, and there is no plan")
     width = tensors[2].shape[3] if wanted == 3 else uv.shape[2] if isinstance(uv, Tensor) else attention.latent.rank  # type: ignore[union-attr]
     kv_heads = key.shape[1] if wanted == 3 else query.shape[1]
-    stored = DTYPES[key.dtype] if key.dtype in descales.FP8 else None
     dtype = DTYPES[query.dtype] if query.dtype not in descales.FP8 else FP16.name  # of products
-    made = Shape(query.shape[0], query.shape[1], kv_heads, query.shape[2], kv_len, query.shape[3], width, dtype, stored)
+    made = Shape(
+        query.shape[0], query.shape[1], kv_heads, query.shape[2], kv_len, query.shape[3], width, dtype,
+        *stored_beside(dtype, *(DTYPES[t.dtype] for t in tensors)),
+    )  # fmt: skip
     return made, str(query.device)
 
 
@@ -260,7 +262,7 @@ def request_of(
         form = _form_of(attention, operands, options, form, tensors_on is not None)
     operands, options, copies = _converted(attention, operands, options, target, schedule, machine)
     if copies:
-        sizes = dataclasses.replace(sizes, dtype=BF16.name, kv_dtype=None)
+        sizes = dataclasses.replace(sizes, dtype=BF16.name, kv_dtype=None, q_dtype=None, v_dtype=None)
     head_dim = sizes.head_dim
     sizes, widths = _seen(attention, sizes, form, options.get("rope") is not None)
     found = _sequences(attention, operands, sizes, options)

@@ -167,7 +167,7 @@ def _timed_on_a_cpu(
 
 
 # -- the fit -----------------------------------------------------------------------------------------------------------
-PARTS = tuple(f.name for f in fields(Pace) if f.name not in ("start", "step"))
+PARTS = tuple(f.name for f in fields(Pace) if f.name not in ("start", "step", "fitted"))
 LEAST = {"matrix": 0.82}  # products are not faster than the peak
 FIXED = {"matrix": 1.2, "other": 1.0}  # of a kernel that one row alone has
 RIDGE = 1e-4  # parts that rise and fall together share what they explain
@@ -194,7 +194,7 @@ def parts_of(
     looked_up = uneven_count(x) if traits.level_steps and kernel.has_level_loop else pairs
     rate, sm = instructions_per_second(hardware), 1e-6 / hardware.sms
     found = {
-        "matrix": kernel.flops(x) / hardware.matrix_flops(dtype),
+        "matrix": kernel.flops(x) / hardware.matrix_flops(form.products(dtype)),
         "exp": work.exps(x) / hardware.exp_per_second,
         "other": one.other * pairs / rate,
         "pair_reads": (one.pair_reads * pairs + one.mask_reads * edge) / rate,

@@ -14,7 +14,7 @@ from ..compiler.planning.dtypes import dtype_named
 from ..compiler.planning.kernel import Bound
 from ..compiler.planning.machines.hardware import BOARDS, KNOWN, Hardware
 from ..compiler.planning.plan import CodePlan, KernelCode
-from ..compiler.planning.records import Shape
+from ..compiler.planning.records import Shape, stored_beside
 from .context import Figures
 
 WIDTH = 118
@@ -54,8 +54,8 @@ def problem(code: CodePlan, divides: bool) -> Shape:
 
 def _shape(code: CodePlan, sizes: tuple[int, int, int, int, int]) -> Shape:
     widths, dtypes = code.signature.widths, code.signature.dtypes
-    kv_dtype = dtypes.key if dtypes.quantized else None
-    return Shape(*sizes, widths.head_dim, widths.value_dim, code.signature.dtype, kv_dtype)
+    stored = stored_beside(dtypes.products, dtypes.query, dtypes.key, dtypes.value)
+    return Shape(*sizes, widths.head_dim, widths.value_dim, dtypes.products, *stored)
 
 
 def _of_kernel(kernel: KernelCode, code: CodePlan, traits: Traits, card: Hardware) -> str:

@@ -166,7 +166,7 @@ def sizes_of(
         k=1, neighbours_miss=1, nonlinear=0 if traits.linear else 1, begins_zero=int(shape.group > 1),
         R=sum(s.width for s in parts.qk if s.source == "rope"),
         long_axis=int((shape.kv_len if kernel.axis == "kv" else shape.q_len) > LONG_AXIS),
-        kv_share=shape.kv_share,
+        kv_share=shape.kv_share, q_share=shape.q_share, v_share=shape.v_share,
     )  # fmt: skip
 
 
@@ -303,7 +303,7 @@ def cost_of(
     sizes = sizes._replace(m=tiles.edge, u=tiles.visited - tiles.level_full)
     work = pair_work(kernel, form, sizes, parts, traits, hardware, packed > 1)
     pace, tail = work.pace, work.tail
-    matrix = kernel.flops(sizes) / hardware.matrix_flops(shape.dtype)
+    matrix = kernel.flops(sizes) / hardware.matrix_flops(form.products(shape.dtype))
     plain, special = (exps(sizes) / hardware.exp_per_second for exps in (kernel.exps, work.exps))
     instructions = instructions_per_second(hardware)
     latency = (hardware.launch_seconds + 1e-6 * (pace.start + pace.step * work.steps)) * (kernel.programs(sizes) > 0)

@@ -140,8 +140,30 @@ def _tile_classes(kernel: KernelPlan) -> str:
 def _problem_text(plan: Plan) -> str:
     shape = plan.shape
     sizes = f"B {shape.batch}  Hq {shape.heads}  Hkv {shape.kv_heads}  L {shape.q_len}  T {shape.kv_len}"
-    stored = "" if shape.kv_dtype is None else f", keys and values {shape.kv_dtype}"
-    return f"{sizes}  D {shape.head_dim}  Dv {shape.value_dim}  {shape.dtype}{stored}"
+    return f"{sizes}  D {shape.head_dim}  Dv {shape.value_dim}  {_dtypes_text(plan)}"
+
+
+def _dtypes_text(plan: Plan) -> str:
+    """The dtype of products, and operands that are stored in another."""
+    shape, products = plan.shape, _products(plan)
+    stored = {"queries": shape.q_dtype, "keys": shape.kv_dtype, "values": shape.v_dtype or shape.kv_dtype}
+    found: dict[str, list[str]] = {}
+    for name, dtype in stored.items():
+        if dtype not in (None, products):
+            found.setdefault(str(dtype), []).append(name)
+    return products + "".join(f", {_joined(names)} {dtype}" for dtype, names in found.items())
+
+
+def _joined(names: Sequence[str]) -> str:
+    """As people list them."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _products(plan: Plan) -> str:
+    """The dtype in which the forward multiplies."""
+    dtype = plan.shape.dtype
+    found = {kernel.form.products(dtype) for kernel in plan.kernels if kernel.direction == "forward"}
+    return next(iter(found - {dtype}), dtype)
 
 
 def explanation(
@@ -217,7 +239,7 @@ def _rates_text(plan: Plan) -> str:
             "of a core"
         )
     rates = (
-        f"matrix {_digits(hardware.matrix_flops(plan.shape.dtype))}FLOP/s",
+        f"matrix {_digits(hardware.matrix_flops(_products(plan)))}FLOP/s",
         f"{names.hbm} {_digits(hardware.hbm_bytes_per_second)}B/s",
         f"{names.l2} {_digits(l2_bytes_per_second(hardware))}B/s",
         f"exp {_digits(hardware.exp_per_second)}/s",
@@ -403,7 +425,7 @@ def _formulas(plan: Plan, kernel: KernelPlan, names: Places) -> Padding:
 
 def _pace_text(work: PairWork, names: Places) -> str:
     """The constants of a kernel's form, and its tail."""
-    pace, fitted = work.pace, "fitted on an H200" if work.family in PACES else "not fitted"
+    pace, fitted = work.pace, f"fitted on an {work.pace.fitted}" if work.family in PACES else "not fitted"
     start = f", start {pace.start:g} us" if pace.start else ""
     start += f", {work.steps:,.4g} steps of {pace.step:g} us" if pace.step else ""
     tail = f"the longest program visits {work.longest:,.6g} tiles: tail {work.tail:.4f}"

@@ -79,6 +79,10 @@ class Form:
     else:
         pair_bytes = 0
 
+    def products(self, dtype: str) -> str:
+        """The dtype of what is multiplied. dtype: in which kernels multiply that have no other in mind."""
+        return dtype
+
     @property
     def span_rows(self) -> int:
         """Queries for which tiles are measured together."""

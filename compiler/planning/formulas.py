@@ -19,8 +19,10 @@ _SWITCHES = (
     "neighbours_miss",
     "nonlinear",
     "owned_in_sram",
+    "q_share",
     "s",
     "score_bytes",
+    "v_share",
 )
 
 

@@ -3,8 +3,8 @@
 A visited tile has products, exponentials, other instructions, and at the edge of a mask those of the mask. How much of
 each shows in a kernel's time, and what a tile and a program cost besides, are constants of the kernel's text: a share
 below 1 is hidden behind something else. They were fitted on what one H200 measured (docs/performance.md) by
-`python benchmarks/model.py --fit`, which prints them anew (targets/<family>/paces.py); other cards are taken to have
-the same.
+`python benchmarks/model.py --fit`, which prints them anew (targets/<family>/paces.py), but for those that name another
+card; other cards are taken to have the same.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Pace:
     program: float = 0.0  # us
     start: float = 0.0  # us, of the launch beyond the machine's
     step: float = 0.0  # us, each step of a program whose steps wait one for the other
+    fitted: str = "H200"  # the card that it was fitted on
 
 
 UNFITTED = Pace()  # as if nothing hid behind products, and nothing else took time

@@ -55,6 +55,8 @@ class Sizes(NamedTuple):  # hundreds are made where forms are ranked: a dataclas
     u: float = 0  # visited tiles whose pairs are not all level, where level ones have a loop of their own
     begins_zero: float = 1  # 1 where sums of dQ begin as zeros, as where query heads share keys; else 0
     kv_share: float = 1  # bytes of an element of key and value, beside e
+    q_share: float = 1  # the same of the query
+    v_share: float = 1  # bytes of an element of the value, beside those of the key
 
 
 Formula: TypeAlias = Callable[[Sizes], float]
@@ -62,7 +64,7 @@ Formula: TypeAlias = Callable[[Sizes], float]
 
 # -- parts of formulas -----------------------------------------------------------------------------------------------
 def query_bytes(x: Sizes) -> float:
-    return x.e * x.B * x.Hq * x.L * x.D
+    return x.q_share * x.e * x.B * x.Hq * x.L * x.D
 
 
 def output_bytes(x: Sizes) -> float:
@@ -83,7 +85,7 @@ def key_bytes(x: Sizes) -> float:
 
 
 def value_bytes(x: Sizes) -> float:
-    return x.kv_share * x.e * x.B * x.Hkv * x.T * x.Du
+    return x.v_share * x.kv_share * x.e * x.B * x.Hkv * x.T * x.Du
 
 
 def key_value_bytes(x: Sizes) -> float:
@@ -92,7 +94,7 @@ def key_value_bytes(x: Sizes) -> float:
 
 def key_value_gradient_bytes(x: Sizes) -> float:
     """Each head's own, also of columns that heads share."""
-    return x.kv_share * x.e * x.B * x.Hkv * x.T * (x.D + x.Du)
+    return x.kv_share * x.e * x.B * x.Hkv * x.T * (x.D + x.v_share * x.Du)
 
 
 def row_bytes(x: Sizes) -> float:
@@ -242,7 +244,7 @@ def score_flops(x: Sizes) -> float:
 
 # -- what is read again ----------------------------------------------------------------------------------------------
 def head_keys(x: Sizes) -> float:
-    return x.kv_share * x.e * x.T * (x.D + x.Du)
+    return x.kv_share * x.e * x.T * (x.D + x.v_share * x.Du)
 
 
 def head_queries(x: Sizes) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .dtypes import dtype_named
+from .dtypes import EIGHTHS, dtype_named
 
 
 # -- The problem ------------------------------------------------------------------------------------------------------
@@ -26,19 +26,50 @@ class Shape:
     dtype: str = "bf16"  # "bf16", "fp16", "fp32" or, on a CPU, "fp64"
 
     kv_dtype: str | None = None  # of key and value, where these are FP8
+    q_dtype: str | None = None  # of the query, likewise
+    v_dtype: str | None = None  # of the value, where it is not the key's
 
     @property
     def element_bytes(self) -> int:
         return dtype_named(self.dtype).bytes
 
     @property
+    def q_share(self) -> float:
+        """Bytes of an element of the query, beside those of the output."""
+        return self._share(self.q_dtype, self.dtype)
+
+    @property
     def kv_share(self) -> float:
-        """Bytes of an element of key and value, beside those of the others."""
-        return 1 if self.kv_dtype is None else dtype_named(self.kv_dtype).bytes / self.element_bytes
+        """The same of the key, and of a value that has no other dtype."""
+        return self._share(self.kv_dtype, self.dtype)
+
+    @property
+    def v_share(self) -> float:
+        """Bytes of an element of the value, beside those of the key."""
+        return self._share(self.v_dtype, self.kv_dtype or self.dtype)
+
+    @staticmethod
+    def _share(stored: str | None, other: str) -> float:
+        sizes = [dtype_named(name).bytes for name in (stored or other, other)]
+        return 1 if sizes[0] == sizes[1] else sizes[0] / sizes[1]
 
     @property
     def group(self) -> int:
         return self.heads // self.kv_heads
+
+
+def stored_beside(
+    dtype: str, query: str, key: str, value: str | None = None
+) -> tuple[str | None, str | None, str | None]:  # fmt: skip
+    """The kv_dtype, q_dtype and v_dtype of a Shape of this dtype, whose operands are stored in these.
+
+    >>> stored_beside("bf16", "bf16", "e4m3", "bf16"), stored_beside("fp16", *["e4m3"] * 3)
+    (('e4m3', None, 'bf16'), ('e4m3', 'e4m3', None))
+    """
+    sizes = {name: dtype_named(name).bytes for name in (dtype, query, key, value or key)}
+    of_query, of_key = (None if sizes[name] == sizes[dtype] else name for name in (query, key))
+    alike = value is None or value == key or not EIGHTHS & {key, value}
+    return of_key, of_query, None if alike else value
 
 
 @dataclass(frozen=True)

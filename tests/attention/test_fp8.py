@@ -61,6 +61,7 @@ def operands(target, per=("head", "head", "head"), dtypes=(None, E4M3, E4M3), ro
     return tensors, options
 
 
+ALL = weft.Attention(name="all_keys")
 MASKED = weft.Attention(mask=(kv_pos // 16 == q_pos // 16) | (kv_pos <= q_pos), name="blocks_or_causal")
 
 
@@ -396,6 +397,48 @@ def test_calls_under_vmap_have_descales_of_their_own() -> None:
     assert torch.equal(found, CAUSAL(query, key, value, **descales))
 
 
+def test_a_plan_counts_products_and_bytes_of_fp8() -> None:
+    """By hand: B2 H16 L1024 T2048 D192, Dv 128, of 128 x 128 tiles, all visible."""
+    query, key, value = (torch.empty(2, 16, *size, dtype=E4M3) for size in ((1024, 192), (2048, 192), (2048, 128)))
+    ones = torch.ones(2, 16, 1, 1)
+    options = {"q_descale": ones, "k_descale": ones, "v_descale": ones, "device": "h100"}
+    text = ALL.explain(query, key, value, **options)
+    assert "D 192  Dv 128  e4m3\n" in text and "rates         matrix 1588TFLOP/s" in text
+    turned, forward = ALL.plan(query, key, value, **options).kernels
+    rows, heads = 1024, 32
+    assert forward.hbm_read.value == heads * (rows * 192 + 2048 * (192 + 128))
+    assert forward.hbm_written.value == heads * rows * (2 * 128 + 4)
+    assert turned.hbm_read.value == turned.hbm_written.value == heads * 2048 * 128
+    pairs = heads * rows * 2048
+    seconds = 2 * pairs * (192 + 128) / (2 * 989.4e12 * 794 / 989.4)
+    assert forward.flops.value == 2 * pairs * (192 + 128)
+    assert forward.times.matrix == pytest.approx(0.82 * seconds)
+    assert forward.times.other == pytest.approx(1.64 * 5 * pairs / (8 * 132 * 16 * 1.83e9), rel=1e-3)
+    assert forward.times.bound == "matrix" and forward.times.seconds > forward.times.computing
+    sixteen = ALL.plan(*(t.bfloat16() for t in (query, key, value)), device="h100").kernels[0]
+    assert sixteen.times.matrix == pytest.approx(0.821 * 2 * seconds)
+    narrow = [torch.empty(2, 16, 2048, 64, dtype=E4M3)] * 3
+    assert ALL.plan(*narrow, **options).kernels[-1].times.bound == "other"  # instructions of scores and weights
+
+
+def test_a_plan_counts_the_bytes_of_each_operand() -> None:
+    """Descales aside. Queries, keys and values of 8 bits, and some of them."""
+    sizes = {"query": 2 * 4 * 64 * 64, "key": 2 * 2 * 512 * 64, "value": 2 * 2 * 512 * 32}
+    for dtypes, words in (
+        ((torch.bfloat16, E4M3, E4M3), "bf16, keys and values e4m3"),
+        ((torch.bfloat16, E4M3, torch.bfloat16), "bf16, keys e4m3"),
+        ((torch.bfloat16, torch.bfloat16, E5M2), "bf16, values e5m2"),
+        ((E5M2, E5M2, E5M2), "fp16, queries, keys and values e5m2"),
+        ((E4M3, torch.bfloat16, torch.bfloat16), "fp16, queries e4m3"),
+    ):
+        shapes = (2, 4, 64, 64), (2, 2, 512, 64), (2, 2, 512, 32)
+        given = [torch.empty(*shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes)]
+        plan = ALL.plan(*given, device="h100", target="triton", schedule="flash")
+        read = sum(n * t.element_size() for n, t in zip(sizes.values(), given))
+        assert plan.kernels[0].hbm_read.value == read, words
+        assert f"D 64  Dv 32  {words}\n" in ALL.explain(*given, device="h100", target="triton", schedule="flash")
+
+
 def test_a_plan_says_who_computes_fp8_and_who_cannot() -> None:
     (query, key, value), options = operands("cpu", dim=64, value_dim=64)
     text = CAUSAL.explain(query, key, value, device="h100", **options)
@@ -510,6 +553,33 @@ def test_a_needle_among_16k_keys_is_found(dim: int) -> None:
 def test_a_needle_among_128k_keys_is_found(dim: int) -> None:
     assert fp8_accuracy.needle(131072, dim, torch.device("cpu"), fp8=False) < 0.01
     assert fp8_accuracy.needle(131072, dim, torch.device("cpu"), fp8=True) < 0.04
+
+
+@pytest.mark.parametrize("scale", fp8_accuracy.PRODUCT_SCALES)
+@pytest.mark.parametrize("length", mostly([16384], [1024, 16384, 131072]))
+def test_sums_in_two_levels_stay_exact_where_those_in_one_do_not(length: int, scale) -> None:
+    """Emulated. Sums in one level lose with the number of keys, those in two with that of a tile."""
+    tensors = fp8_accuracy.operands(length, 64, "normal", torch.device("cpu"))
+    found = fp8_accuracy.summed(tensors, scale)
+    assert found.two_alone < 2e-4 and found.two < 0.03  # of weights rounded to 3 digits, whatever the length
+    assert found.one_alone > {1024: 5, 16384: 80, 131072: 500}[length] * found.two_alone
+    if length == 131072:
+        assert found.one > 2.5 * found.two
+
+
+@pytest.mark.parametrize("length", mostly([16384], [16384, 131072]))
+def test_a_needle_is_found_by_products_of_fp8(length: int) -> None:
+    two, one = fp8_accuracy.needle_of_products(length, 64, torch.device("cpu"))
+    assert two < 0.04 and one < 0.04  # that of its value: one weight decides, and sums hardly matter
+
+
+def test_an_accumulator_of_fp8_keeps_fourteen_bits() -> None:
+    numbers = torch.tensor([1.0, 1 + 2**-13, 1 + 2**-14, -1 - 2**-14, 0.0, 3e-30])
+    assert fp8_accuracy.kept(numbers).tolist()[:5] == [1.0, 1 + 2**-13, 1.0, -1.0, 0.0]
+    left, right = torch.ones(1, 1, 64), torch.ones(1, 64, 1)
+    right[:, 32:] = 2.0**-20  # lost beside the first 32, and kept by itself
+    assert fp8_accuracy.accumulated(left, right).item() == 32
+    assert fp8_accuracy.accumulated(left[..., 32:], right[:, 32:]).item() == 32 * 2.0**-20
 
 
 # -- caches ------------------------------------------------------------------------------------------------------------

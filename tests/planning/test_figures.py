@@ -269,7 +269,7 @@ def test_times_of_a_cpu_add_up(page: Page) -> None:
 
 
 PACE = re.compile(
-    r"\w+ (\w+)(?: [a-z ]+)? \((?:not fitted|fitted on an H200)\): "
+    r"\w+ (\w+)(?: [a-z ]+)? \((?:not fitted|fitted on an H[12]00)\): "
     r"matrix ([\d.]+), exp ([\d.]+)(?:, start ([\d.]+) us)?(?:, ([\d.,]+) steps of ([\d.]+) us)?; "
     r"the longest program visits ([\d.,e+]+) tiles: tail ([\d.]+)"
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from ....compiler.planning.dtypes import E4M3
 from ....compiler.planning.form import PROGRAMS_PER_SM, Form, Residence, number, register, switch
 from ....compiler.planning.kernel import Kernel
 from ....compiler.planning.machines.hardware import Hardware
@@ -45,6 +46,9 @@ class HopperForm(Form):
     def block_q(self) -> int:
         return ROWS * self.consumers
 
+    def products(self, dtype: str) -> str:
+        return E4M3.name if self.fp8 else dtype
+
     @property
     def span_rows(self) -> int:
         return ROWS  # of a consumer
@@ -55,6 +59,8 @@ class HopperForm(Form):
     # It is persistent, and takes most of an SM's SRAM and registers: one program an SM.
 
     def pace_family(self, kernel: Kernel, columns: float) -> str:
+        if self.fp8:
+            return f"hopper {kernel.name} of eighths"
         narrow = self.consumers == 2 and columns <= NARROW and not self.lazy_rescale
         return f"hopper {kernel.name}" + " of three" * (self.consumers == 3) + " narrow" * narrow
 
