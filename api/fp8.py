@@ -6,7 +6,6 @@ out = variant(query, key8.data, value8.data, k_descale=key8.descale, v_descale=v
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -31,6 +30,9 @@ class Quantized(NamedTuple):
 
     data: Tensor  # [B, H, L, D]
     descale: Tensor  # float32: [1, 1, 1, 1], [B, H, 1, 1], or [B, H, blocks, 1]
+
+
+torch.serialization.add_safe_globals([Quantized])  # torch.load reads it with weights_only=True
 
 
 def quantize(
@@ -103,11 +105,18 @@ def _rotated(x: Tensor) -> Tensor:
     width = x.shape[-1]
     block = width & -width
     wide = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
-    matrix = torch.tensor(_hadamard(block), dtype=wide, device=x.device) * block**-0.5
-    return (x.to(wide).unflatten(-1, (-1, block)) @ matrix).flatten(-2).to(x.dtype)
+    kind = x.device.type
+    if kind == "meta":
+        return torch.empty_like(x)
+    with torch.autocast(kind, enabled=False):  # it would multiply with the digits of 16 bits
+        matrix = _hadamard(block, x.device).to(wide) * block**-0.5
+        return (x.to(wide).unflatten(-1, (-1, block)) @ matrix).flatten(-2).to(x.dtype)
 
 
-@lru_cache(maxsize=16)
-def _hadamard(size: int) -> list[list[float]]:
-    """Sylvester's matrix, of 1 and -1: symmetric, and its own inverse times `size`."""
-    return [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
+def _hadamard(size: int, device: torch.device) -> Tensor:
+    """Sylvester's matrix, of 1 and -1: symmetric, and its own inverse times `size`, which is a power of two."""
+    places = torch.arange(size, device=device)
+    parity = places[:, None] & places
+    for shift in (32, 16, 8, 4, 2, 1):
+        parity = parity ^ (parity >> shift)
+    return 1 - 2 * (parity & 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy
@@ -471,6 +472,16 @@ def test_the_largest_number_of_what_shares_a_descale_is_the_largest_stored(per, 
     assert (error <= 2.0**-digits * x.float().abs() + 2.0**-10 * spread).all()
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_what_was_quantised_is_saved_and_loaded(dtype: torch.dtype, tmp_path) -> None:
+    """torch.load reads weights alone, if nothing else is said."""
+    found = weft.fp8.quantize(torch.randn(2, 2, 9, 16), dtype=dtype)
+    torch.save({"key": found}, tmp_path / "saved.pt")
+    for one in (torch.load(tmp_path / "saved.pt")["key"], copy.deepcopy(found), copy.copy(found)):
+        assert type(one) is weft.fp8.Quantized and torch.equal(one.descale, found.descale)
+        assert one.data.dtype == dtype and torch.equal(one.data.float(), found.data.float())
+
+
 def test_zeros_infinities_and_nan() -> None:
     x = torch.zeros(1, 3, 2, 4)
     x[0, 1] = torch.tensor([[1.0, math.inf, -math.inf, math.nan], [2.0, 0.0, -1.0, 0.5]])
@@ -524,6 +535,18 @@ def test_a_rotation_leaves_scores_and_spreads_outliers(width: int) -> None:
 
 # -- accuracy ----------------------------------------------------------------------------------------------------------
 KERNELS = {"cpu": 1e-5, "interpret": 2.0**-10}  # errors of kernels: float32, and weights of fp16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rotation_is_the_same_under_autocast_and_compiled(dtype: torch.dtype) -> None:
+    """Not in the digits of autocast's dtype; nor is a warning printed where it is traced."""
+    query, key = torch.randn(2, 1, 2, 9, 96).to(dtype)
+    found = weft.fp8.rotate(query, key)
+    with torch.autocast("cpu", torch.bfloat16):
+        other = weft.fp8.rotate(query, key)
+    compiled = torch.compile(weft.fp8.rotate, fullgraph=True, backend="eager")(query, key)
+    for tensors in (other, compiled):
+        assert all(torch.equal(x, y) for x, y in zip(found, tensors))
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -85,6 +86,10 @@ OPERAND_DTYPES = {
 
 FP8_SHARE = 0.15  # of calls that may have FP8 operands
 FP8_OPERANDS = (*[("key", "value")] * 4, ("query", "key", "value"), ("key",), ("value",), ("query",))
+# of calls whose operands all are e4m3, which hopper may multiply as they are stored
+PRODUCTS = 0.4  # of calls that have FP8 operands for sure
+PRODUCT_WIDTHS = ((32, 32), (64, 64), (96, 128), (128, 128), (128, 64), (192, 128), (256, 256), (40, 24))
+OF_HEADS = ("head", "head", "heads", "number", "")
 
 
 def with_fp8(variant: Variant, call: Call, always: bool = False) -> Call:
@@ -108,7 +113,23 @@ def with_fp8(variant: Variant, call: Call, always: bool = False) -> Call:
     dtype = "float16" if "query" in names and len(fp8) == len(call.main) and call.dtype == "float32" else call.dtype
     columns = "value" in names and random.random() < 0.3
     found = replace(call, fp8=fp8, wanted=(), schedule=schedule, dtype=dtype, columns=columns)
-    return replace(found, dout="plain" if call.dout == "none" else call.dout)
+    found = replace(found, dout="plain" if call.dout == "none" else call.dout)
+    softmax = call.target != "interpret" or variant.normalizer == "softmax"
+    if always and variant.latent is None and softmax and random.random() < PRODUCTS:
+        return _as_products(random, found, granular)
+    return found
+
+
+def _as_products(random: Random, call: Call, granular: Sequence[str]) -> Call:
+    """The same with operands that all are e4m3, of widths to 256. granular: what may have a descale."""
+    of_rows = [of for of in (*granular, "token") if of not in OF_HEADS]
+    others = of_rows if random.random() < 0.35 else OF_HEADS
+    descaled = random.choice((*granular, "token")), random.choice(others), random.choice(others)
+    fp8 = tuple((name, "e4m3", of) for name, of in zip(("query", "key", "value"), descaled))
+    dim, value_dim = random.choice(PRODUCT_WIDTHS)
+    dtype = "float16" if call.target == "interpret" or random.random() < 0.3 else "bfloat16"
+    columns = random.random() < 0.4
+    return replace(call, fp8=fp8, dim=dim, value_dim=value_dim, dtype=dtype, columns=columns)
 
 
 def with_rotary_apart(variant: Variant, call: Call) -> Call:

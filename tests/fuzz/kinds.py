@@ -66,7 +66,17 @@ def _of_fp8(variant: Variant, call: Call) -> Iterator[str]:
         yield "FP8 operands: target left open"
     if call.columns:
         yield f"FP8 value by columns: {kind_of(call)}"
+    if names == ["query", "key", "value"] and {kind for _, kind, _ in call.fp8} == {"e4m3"}:
+        rows = {"token", "64", "128"} & {of for name, _, of in call.fp8 if name != "query"}
+        yield f"FP8 products: {kind_of(call)}, descales of {'rows' if rows else 'heads'}"
+        yield f"FP8 products: value by {'columns' if call.columns else 'rows'}"
+        yield f"FP8 products: D to {_power(call.dim)}, Dv to {_power(call.value_dim)}"
     yield f"FP8 output: {'left open' if call.out_dtype is None else call.out_dtype}"
+
+
+def _power(width: int) -> int:
+    """The power of two that a width does not exceed, 64 at least."""
+    return max(64, 1 << (width - 1).bit_length())
 
 
 NAMED = {

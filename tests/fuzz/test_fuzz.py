@@ -4,6 +4,7 @@ A failure prints a script that repeats it; `python -m tests.fuzz --only <seed> -
 """
 
 import re
+from collections import Counter
 from random import Random
 
 import pytest
@@ -171,18 +172,24 @@ FP8_WORDS = (
     *(f"rotary columns apart, FP8: {kind}" for kind in set(KINDS)),
     *(f"FP8 output: {dtype}" for dtype in ("float32", "float16", "left open")),
 )  # fmt: skip
+PRODUCT_WORDS = (  # what decides whether hopper multiplies as stored
+    *(f"FP8 products: {kind}, descales of {of}" for kind in set(KINDS) for of in ("heads", "rows")),
+    *(f"FP8 products: value by {layout}" for layout in ("rows", "columns")),
+    *(f"FP8 products: D to {d}, Dv to {dv}" for d, dv in ((64, 64), (128, 64), (128, 128), (256, 128), (256, 256))),
+)
 
 
 @pytest.mark.parametrize("target", ["cpu", "triton"])
 def test_every_kind_of_fp8_call_is_drawn(target):
-    found = set()
+    found = Counter()
     for n in range(1500):
         random = Random(f"fp8.{n}")
         variant = draw_variant(random, target)
         call = draw_call(random, variant, target, fp8=True)
         assert call.fp8 and not call.wanted and call.dtype != "float64"
-        found |= set(kinds(variant, call))
-    assert found >= set(FP8_WORDS), set(FP8_WORDS) - found
+        found += Counter(kinds(variant, call))
+    assert found.keys() >= set(FP8_WORDS), set(FP8_WORDS) - found.keys()
+    assert not (seldom := {word: found[word] for word in PRODUCT_WORDS if found[word] < 15}), seldom
 
 
 def test_rotary_columns_apart_are_drawn_without_fp8():
