@@ -89,6 +89,7 @@ def default_target() -> str | None:
     return _known_target(name, "WEFT_TARGET") if name else None
 
 
+@constant_while_tracing
 def checks_values() -> bool:
     """`current().check`; the environment is read once, as reading it takes longer than the rest of a call's checks."""
     block = _block.get()

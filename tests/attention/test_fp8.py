@@ -670,6 +670,39 @@ def test_copies_and_pages_on_the_host_keep_their_descales(kind: str) -> None:
     assert torch.equal(found(copy), expected)
 
 
+@pytest.mark.parametrize("scale", ["token", "head"])
+@pytest.mark.parametrize("kind", ["pages", "packed pages", "rows", "latent pages"])
+def test_a_step_of_a_decode_is_compiled_whole(kind: str, scale: str) -> None:
+    """It appends and attends, with no target named, without a break in the graph."""
+    latent = weft.Latent(rank=64, rope=32) if "latent" in kind else None
+    widths = {"kv_heads": 2, "head_dim": 64} if latent is None else {"latent": latent}
+    cache = (
+        weft.kv.DenseCache(2, 64, dtype=E4M3, scale=scale, **widths) if kind == "rows"
+        else weft.kv.PagedCache(8, page=16, dtype=E4M3, scale=scale, **widths)
+    )  # fmt: skip
+    variant = weft.Attention(mask=kv_pos <= q_pos, latent=latent, scale=0.1, name="compiled_step")
+    packed = {"packed": True} if "packed" in kind else {}
+
+    def rows(step):
+        sizes = (1 if packed else 2, 1 if latent else 2, step.length, 96 if latent else 64)
+        return [torch.randn(sizes).bfloat16() for _ in range(1 if latent else 2)]
+
+    def decode(step, query, new):
+        step.append(0, *new)
+        return step.attend(0, variant, query)
+
+    compiled = torch.compile(decode, fullgraph=True, backend="eager")
+    sequences = [cache.allocate(), cache.allocate()]
+    with cache.extend(sequences, [20, 9], **packed) as step:
+        step.append(0, *rows(step))
+    for _ in range(2):
+        with cache.extend(sequences, [1, 1], **packed) as step:
+            new = rows(step)
+            query = torch.randn(new[0].shape[0], 4, step.length, new[0].shape[3]).bfloat16()
+            found = compiled(step, query, new)
+            assert torch.equal(found, step.attend(0, variant, query))
+
+
 def test_prefixes_are_found_again_with_their_descales() -> None:
     cache = weft.kv.PagedCache(24, page=16, kv_heads=2, head_dim=32, dtype=E4M3)
     tokens = list(range(40))
