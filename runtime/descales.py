@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..codegen.launch.scaled import BLOCKS, Scaled, by_rows
-from ..codegen.torch_private import under_transform
+from ..codegen.torch_private import are_plain, under_transform
 from ..compiler.planning.dtypes import EIGHTHS, dtype_named, named_by_torch
 from ..compiler.planning.signature import usual_out
 from ..ir.errors import Problem, collected, shown
@@ -124,7 +124,9 @@ def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterat
         yield Problem(option=n, what="a descale has no gradient", next_step=f"pass {n}.detach()")
     elif not fits(operand, tensor, descale, pooled):
         yield Problem(option=n, expected=_shapes(operand, tensor, pooled), got=f"shape {list(descale.shape)}")
-    elif not (torch.compiler.is_compiling() or under_transform()) and (are_looked_at(descale) or checks_values()):
+    elif torch.compiler.is_compiling() or under_transform() or not are_plain([descale]):  # as fake tensors are not
+        return
+    elif are_looked_at(descale) or checks_values():
         wrong = descale[~((descale > 0.0) & (descale < inf))]
         if wrong.numel():
             yield Problem(option=n, expected="positive numbers", got=str(wrong[0].item()))

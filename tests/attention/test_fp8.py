@@ -8,6 +8,7 @@ import math
 import numpy
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import weft
 from benchmarks import fp8_accuracy
@@ -337,6 +338,17 @@ def test_there_is_no_backward_and_a_message_says_what_to_do() -> None:
     through = real + (weft.fp8.dequantize(weft.fp8.quantize(real.detach())) - real).detach()
     CAUSAL(through, through, through).sum().backward()
     assert torch.isfinite(real.grad).all() and real.grad.norm() > 0
+
+
+def test_fake_tensors_have_the_shape_of_the_output() -> None:
+    """Nobody looks at values that are not there."""
+    with FakeTensorMode():
+        query, key = torch.randn(2, 4, 17, 64), torch.randn(2, 2, 90, 64)
+        key8, query8 = weft.fp8.quantize(key), weft.fp8.quantize(query)
+        descales = {"k_descale": key8.descale, "v_descale": key8.descale}
+        assert CAUSAL(query, key8.data, key8.data, **descales).shape == (2, 4, 17, 64)
+        out = CAUSAL(query8.data, key8.data, key8.data, q_descale=query8.descale, **descales)
+        assert out.dtype == torch.bfloat16
 
 
 def test_autocast_leaves_fp8_alone() -> None:
