@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -19,7 +18,7 @@ from .compiler.planning.picture import Picture
 from .compiler.planning.plan import Plan
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
-from .internals import Internals, Main, Result, autocast, read_by_kernels
+from .internals import Internals, Main, Result, autocast
 from .ir import parse
 from .ir.attention import SEED
 from .ir.attention import Attention as Declaration
@@ -47,7 +46,7 @@ from .runtime.check.operands import (
 from .runtime.check.sequences import checked, given_sequences
 from .runtime.check.tensors import check_latent, main_problems
 from .runtime.check.values import check_offsets
-from .runtime.descales import FP8, at_hand, out_name, refuse_bare
+from .runtime.descales import FP8, out_name
 from .runtime.ops import dispatch
 from .runtime.options import DEFINED, PLAIN, CallOptions, Form, doc_of, signature_of
 from .runtime.run.variant import Variant
@@ -198,7 +197,7 @@ class Attention(Methods, Declaration):
         found = None
         try:
             if options.are_read or key.dtype in FP8:
-                call, found = self._scaled(call, options, operands)
+                call, found = conversion.scaled(own.variant, call, options, operands)
             out, lse = found or dispatch.run(own.variant, call, options.return_lse)
         except WeftError:
             raise
@@ -206,31 +205,6 @@ class Attention(Methods, Declaration):
             self._explain(call, options, error)
             raise
         return (out, self._shown(lse)) if options.return_lse else out
-
-    def _scaled(
-        self, call: Call, options: CallOptions, operands: Mapping[str, Any]
-    ) -> tuple[Call, tuple[Tensor, Any] | None]:  # fmt: skip
-        """A call that has no descales yet, and its results where it is like the one before.
-
-        Any other has no results yet, but descales as kernels read them, or copies of its operands.
-        """
-        name, key, value = str(self.name), call.key, call.value
-        if options.k_descale is None or (options.v_descale is None and value is not None):
-            refuse_bare(name, {"key": key, "value": value}, options)
-        read = at_hand(options)
-        if read is not None:
-            call.read = read or None
-            found = dispatch.again(self._variant, call, partial(conversion.grows, call, options))
-            if found is not None:
-                return call, found
-        main = Main(call.query, key, value, call.rope)
-        made, left = conversion.converted(self._variant, main, options, operands)
-        call.read = read_by_kernels(name, *made[:3], left) if left.are_read else None
-        if made is main:
-            return call, None
-        sequences = call.sequences if left.block_table is None else given_sequences(name, made.query, made.key, left)
-        choices = choices_of(call.choices.target, call.choices.schedule, call.choices.deterministic, out_name(left))
-        return Call(*made, call.operands, sequences, choices, call.head_dim, call.read), None
 
     @staticmethod
     def _shown(lse: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Where a target multiplies FP8 operands as they are stored, they stay so.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +18,12 @@ from .compiler.planning.conversion import copied_bytes, pays
 from .compiler.planning.machines.hardware import Hardware, for_device
 from .compiler.planning.signature import Described, Signature, Widths, signature_of
 from .compiler.planning.target import Target
-from .internals import Main
+from .internals import Main, read_by_kernels
 from .ir.errors import collected
 from .runtime import descales, driver
-from .runtime.call import LARGEST_PAGE, Call, is_page
-from .runtime.check.sequences import ragged_problems
+from .runtime.call import LARGEST_PAGE, Call, choices_of, is_page
+from .runtime.check.sequences import given_sequences, ragged_problems
+from .runtime.ops import dispatch
 from .runtime.ops.quantize import dequantize, dequantize_pages, large_table
 from .runtime.options import PLAIN, CallOptions
 from .runtime.run.key import dtypes_of
@@ -65,6 +66,33 @@ def converted(
         stored = {n: t for n, t in stored.items() if n == "query"}
     real = dequantize([*stored.values()], [read.get(descales.OF[n]) for n in stored], HALF) if stored else []
     return main._replace(**dict(zip(stored, real, strict=True))), options
+
+
+def scaled(
+    variant: Variant, call: Call, options: CallOptions, operands: Mapping[str, Any]
+) -> tuple[Call, tuple[Tensor, Any] | None]:  # fmt: skip
+    """A call that has no descales yet, and its results where it is like the one before.
+
+    Any other has no results yet, but descales as kernels read them, or copies of its operands.
+    """
+    name, key, value = str(variant.name), call.key, call.value
+    if options.k_descale is None or (options.v_descale is None and value is not None):
+        descales.refuse_bare(name, {"key": key, "value": value}, options)
+    read = descales.at_hand(options)
+    if read is not None:
+        call.read = read or None
+        found = dispatch.again(variant, call, partial(grows, call, options))
+        if found is not None:
+            return call, found
+    main = Main(call.query, key, value, call.rope)
+    made, left = converted(variant, main, options, operands)
+    call.read = read_by_kernels(name, *made[:3], left) if left.are_read else None
+    if made is main:
+        return call, None
+    sequences = call.sequences if left.block_table is None else given_sequences(name, made.query, made.key, left)
+    asked = call.choices
+    choices = choices_of(asked.target, asked.schedule, asked.deterministic, descales.out_name(left))
+    return Call(*made, call.operands, sequences, choices, call.head_dim, call.read), None
 
 
 def grows(call: Call, options: CallOptions) -> bool:
