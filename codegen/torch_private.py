@@ -77,6 +77,25 @@ def rows_lie_as_torch_deals_them() -> bool:
 
 
 @contextmanager
+def group_named(name: str) -> Iterator[None]:
+    """Inside, `new_group` gives its group this name, by which ranks find each other.
+
+    torch's own name has the number of groups that a process belongs to, so that ranks which differ in that wait for
+    each other forever: pytorch/pytorch#173608. A torch without that function names groups itself.
+    """
+    module = _found("distributed.distributed_c10d", None)
+    own = getattr(module, "_process_group_name", None)
+    if own is None:
+        yield
+        return
+    module._process_group_name = lambda *_, **__: name
+    try:
+        yield
+    finally:
+        module._process_group_name = own
+
+
+@contextmanager
 def of_all_rows() -> Iterator[None]:
     """Calls inside are of all rows, wherever they are made."""
     token = _has_all_rows.set(True)

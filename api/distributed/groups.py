@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from ..codegen.torch_private import group_named
 from ..ir.errors import WeftError, shown
 
 if TYPE_CHECKING:
@@ -56,5 +59,17 @@ def _of_two(mesh: DeviceMesh, names: tuple[Dim, ...], dims: tuple[Dim, ...]) -> 
     if members != sorted(members):  # groups number their ranks so
         raise WeftError(f"ContextParallel: expected a mesh whose ranks ascend along both dimensions, got {members}")
     is_all = members == list(range(dist.get_world_size()))
-    every = dist.group.WORLD if is_all else dist.new_group(members, use_local_synchronization=True)
+    every = dist.group.WORLD if is_all else _group_of(members)
     return Groups(every, *(mesh.get_group(n) for n in numbers))
+
+
+_made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()  # how often, by the group of all ranks
+
+
+def _group_of(members: list[int]) -> Any:
+    """A new group of these ranks, which all of them ask for; other ranks need not know of it."""
+    ranks = ", ".join(map(str, members))
+    times = _made.setdefault(dist.group.WORLD, Counter())
+    times[ranks] += 1
+    with group_named(f"weft: ranks {ranks}: {times[ranks]}"):
+        return dist.new_group(members, use_local_synchronization=True)

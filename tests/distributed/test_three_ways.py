@@ -136,6 +136,30 @@ def test_fsdp_and_two_dimensions_of_a_sequence(tmp_path: Path) -> None:
     assert not any(wrong), "\n".join(wrong)
 
 
+def _after_a_group_of_some(rank: int) -> list[str]:
+    """Ranks belong to different numbers of groups, and make the same ContextParallel twice."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "outer", "inner"))
+    if rank in (0, 3):
+        dist.new_group([rank], use_local_synchronization=True)
+    variant = weft.Attention(mask=weft.masks.causal, name="in_a_mesh")
+    wrong = []
+    for _ in range(2):
+        cp = weft.distributed.ContextParallel(mesh, dim=("outer", "inner"))
+        plan = cp.plan(variant, batch=1, heads=2, length=12, head_dim=8, dtype="fp32")
+        whole = [torch.randn(1, 2, 12, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+        found = cp.unshard(cp.attention(variant, *(cp.shard(t, plan) for t in whole), plan=plan), plan)
+        if not torch.allclose(found, variant.reference(*whole), atol=1e-5):
+            wrong.append(f"rank {rank}: another result")
+    return wrong
+
+
+def test_ranks_may_belong_to_different_numbers_of_groups(tmp_path: Path) -> None:
+    wrong = on_ranks(4, _after_a_group_of_some, tmp_path, limit=60.0)
+    assert not any(wrong), "\n".join(wrong)
+
+
 @pytest.mark.thorough
 def test_on_eight_ranks(tmp_path: Path) -> None:
     wrong = on_ranks(8, partial(compare, shapes=[(2, 2, 2)]), tmp_path)
