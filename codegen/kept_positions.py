@@ -83,8 +83,8 @@ def block_of(tensor: Tensor, index: Sequence[Tensor | int]) -> Tensor | None:
     found = _block(tuple(tensor.shape), tensor.stride(), spans)
     if found is None:
         return None
-    shape, strides, offset = found
-    if strides is None:
+    shape, strides, offset, whole = found
+    if whole and tensor.untyped_storage().nbytes():  # a view of freed memory is no error to torch
         return tensor.view(shape)
     return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
@@ -106,11 +106,11 @@ def _span(index: Tensor | int) -> Span | None:
 @lru_cache(maxsize=256)
 def _block(
     sizes: tuple[int, ...], all_strides: tuple[int, ...], spans: tuple[Span | None, ...]
-) -> tuple[list[int], list[int] | None, int] | None:
+) -> tuple[list[int], list[int], int, bool] | None:
     """Shape, strides and place of the first entry, of a tensor that has these sizes and strides.
 
-    Strides are None where all entries are read, in the order in which they lie: torch's gradient of such a view is a
-    view, and that of others takes 100 us.
+    Also whether all entries are read, in the order in which they lie: torch's gradient of such a view is a view, and
+    that of others takes 100 us.
     """
     rank = max([len(span[2]) for span in spans if span is not None], default=0)
     shape, strides, offset = [1] * rank, [0] * rank, 0
@@ -127,9 +127,8 @@ def _block(
                     return None
                 shape[axis], strides[axis] = extent, stride
                 stride *= extent
-    if _lies_in_order(sizes, all_strides) and _lies_in_order(shape, strides) and math.prod(shape) == math.prod(sizes):
-        return shape, None, 0
-    return shape, strides, offset
+    in_order = _lies_in_order(sizes, all_strides) and _lies_in_order(shape, strides)
+    return shape, strides, offset, in_order and math.prod(shape) == math.prod(sizes)
 
 
 def _lies_in_order(shape: Sequence[int], strides: Sequence[int]) -> bool:

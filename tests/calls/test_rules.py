@@ -270,7 +270,7 @@ BROKEN: dict[str, tuple[str, Callable[[Drawn], Any]]] = {
         d.query, d.key[..., 8:], d.value[:, :1], d.key[:, :1, :, :8].contiguous(), variant=LATENT)),
     # -- FP8
     "a descale of an op": ("k_descale", lambda d: d.op(
-        d.query, d.key, d.value, None, k_descale=torch.ones(1, 1, 1, 1))),
+        d.query, d.key, d.value, None, k_descale=torch.ones(1, 1, 1, 2))),
     "gradients of FP8": ("", lambda d: d.call(
         query=d.query.to(torch.float8_e4m3fn).requires_grad_(),
         **{n: getattr(d, n).to(torch.float8_e4m3fn) for n in ("key", "value")})),

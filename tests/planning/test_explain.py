@@ -236,10 +236,15 @@ def test_a_long_sequence_is_explained_in_about_a_second() -> None:
         variant.explain(shape, device="h100", target="triton", schedule=schedule, ids=given)
         return time.process_time() - begun
 
+    def slower() -> float:
+        """Than the core on which a second is meant, 1 or more: other processes may share this one."""
+        begun = time.process_time()
+        sum(n * n for n in range(1_000_000))
+        return max(1.0, (time.process_time() - begun) / 0.07)
+
     for variant in (DOCUMENTS, by_head):
-        for ordered in (False, True):  # one of three: a core shared with another process is half as fast
-            # 0.75 s on one core by itself
-            assert any(seconds(variant, ordered, seed) < 1.5 for seed in range(3)), variant.name
+        for ordered in (False, True):  # one of three; 1 s on one core by itself
+            assert any(seconds(variant, ordered, seed) < 1.5 * slower() for seed in range(3)), variant.name
 
 
 def test_a_plan_is_explained_in_under_a_second_beyond_starting_python() -> None:
