@@ -16,6 +16,7 @@ from ..codegen.torch_private import of_all_rows
 from ..ir.attention import SEED
 from ..runtime.call import choices_of
 from . import sharded
+from .collectives import in_gradients
 from .placed import names_beside, placed
 from .portions import operand_names
 from .rows import Deal, Run, Runs, count, joined, places
@@ -156,6 +157,7 @@ class _Shared(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @in_gradients
     def backward(ctx: Any, gradient: Tensor) -> Any:
         summed = gradient.clone()
         dist.all_reduce(summed, group=ctx.group)
@@ -172,6 +174,7 @@ class _ToHeads(torch.autograd.Function):
         return _to_heads(near, side, tensor)
 
     @staticmethod
+    @in_gradients
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return None, None, _to_rows(ctx.near, ctx.side, gradient)
 
@@ -185,6 +188,7 @@ class _ToRows(torch.autograd.Function):
         return _to_rows(near, side, tensor)
 
     @staticmethod
+    @in_gradients
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return None, None, _to_heads(ctx.near, ctx.side, gradient)
 

@@ -13,6 +13,7 @@ from ..ir.errors import second_derivative
 from ..runtime.call import Call, Choices
 from ..runtime.options import Form
 from ..runtime.run.variant import Variant
+from .collectives import in_gradients
 from .exchange import AtHand, Fetch, Return, Route, Tensors
 from .latent import Keys, Projections
 from .portions import (
@@ -163,6 +164,7 @@ class _Sharded(torch.autograd.Function):
         return out, lse.sum(0) if done.is_far else lse
 
     @staticmethod
+    @in_gradients
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         state: State = ctx.state
         if torch.is_grad_enabled():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+
+import weft
 
 from .on_ranks import on_ranks
 
@@ -30,6 +33,27 @@ def _gone(rank: int) -> list[str]:
     if rank == 1:
         os._exit(7)
     return []
+
+
+def _without_a_backward(rank: int, strategy: str) -> list[str]:
+    """Rank 1 ends in place of a backward."""
+    cp = weft.distributed.ContextParallel()
+    variant = weft.Attention(mask=weft.masks.causal, name="causal")
+    plan = cp.plan(variant, batch=1, heads=2, length=8, head_dim=4, dtype="fp32", strategy=strategy)
+    out = cp.attention(variant, *(torch.randn(1, 2, 4, 4, requires_grad=True) for _ in "qkv"), plan=plan)
+    if rank == 1:
+        return []
+    try:
+        out.sum().backward()
+    except RuntimeError as error:
+        return getattr(error, "__notes__", [])
+    return ["a backward of one rank"]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "exchange", "heads"])
+def test_a_backward_without_another_rank_says_what_it_waited_for(strategy: str, tmp_path: Path) -> None:
+    said = on_ranks(2, partial(_without_a_backward, strategy=strategy), tmp_path)
+    assert "rank 0 is in a backward over ranks" in said[0] and said[1] == "", said
 
 
 def test_all_ranks_say_where_they_wait(tmp_path: Path) -> None:
