@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -68,8 +69,9 @@ _made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()  # how often, 
 
 def _group_of(members: list[int]) -> Any:
     """A new group of these ranks, which all of them ask for; other ranks need not know of it."""
-    ranks = ", ".join(map(str, members))
+    ranks = "_".join(map(str, members))
     times = _made.setdefault(dist.group.WORLD, Counter())
     times[ranks] += 1
-    with group_named(f"weft: ranks {ranks}: {times[ranks]}"):
+    name = hashlib.sha256(f"weft_{ranks}_{times[ranks]}".encode()).hexdigest()  # short, of a thousand ranks too
+    with group_named(name):
         return dist.new_group(members, use_local_synchronization=True)
