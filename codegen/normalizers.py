@@ -60,6 +60,7 @@ class Blocks:
     # before the loop over tiles; cpu: an expression; hopper: the weights of the first tile, "" where they are as others
     init: str = ""
     again: str = ""  # cpu: an expression like `init`, of an object that is slower and holds always
+    refer: str = ""  # hopper, products apart: what a tile's scores are compared with, before its weights
     weigh: str = ""  # the weights of a visited tile
     accumulate: str = ""  # what runs along, brought up to date, and sums rescaled
     finish: str = ""  # after the loop, before the output is stored
@@ -235,22 +236,17 @@ def _softmax_of_products_apart(raised: list[str]) -> Blocks:
 
     Sums are in units of the reference before, so that one instruction also rescales them.
     """
-    weigh = [
-        *raised,
-        "subtract = finite(moved)",
-        "shrunk = gl.exp2(in_base_2(reference - subtract))",
-        "p = packed(gl.exp2(exponent(score, subtract, scale)), sram.value.dtype)",
-        "sums = sums * gl.convert_layout(shrunk, gl.SliceLayout(1, sums.type.layout))[:, None] + packed_sums(p)",
-    ]
+    refer = [*raised, "subtract = finite(moved)", "shrunk = gl.exp2(in_base_2(reference - subtract))"]
     first = [
         "reference = row_maximum(score, scale)",
-        "p = packed(gl.exp2(exponent(score, finite(reference), scale)), sram.value.dtype)",
-        "sums = packed_sums(p)",
+        "p = gl.exp2(exponent(score, finite(reference), scale))",
+        "sums = one_each(gl.zeros([ROWS, SUM_COLUMNS], gl.float32, SUM))",
         "factor = gl.zeros([ROWS], gl.float32, ROW)  # of sums that are 0",
     ]
+    joined = ["acc = with_product(acc, factor, product)", "sums = with_sums(sums, factor, added)"]
     return Blocks(
-        init="\n".join(first), weigh="\n".join(weigh), accumulate="acc = with_product(acc, factor, product)",
-        running=(("reference", "moved"), ("sums", "sums"), ("factor", "shrunk")),
+        init="\n".join(first), refer="\n".join(refer), weigh="p = gl.exp2(exponent(score, subtract, scale))",
+        accumulate="\n".join(joined), running=(("reference", "moved"), ("sums", "sums"), ("factor", "shrunk")),
     )  # fmt: skip
 
 

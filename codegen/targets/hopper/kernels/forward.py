@@ -43,7 +43,7 @@ def program(form: HopperForm, held: Held) -> Program:
 
 
 def _constants(form: HopperForm, held: Held) -> dict[str, str | int]:
-    return {**held.letters(form), "CONSUMERS": f"bq / {ROWS}", "QUERY_BUFFERS": form.query_buffers}
+    return {**held.letters(form), "CONSUMERS": f"bq / {ROWS}", "QUERY_BUFFERS": form.query_buffers, "SUM_COLUMNS": 8}
 
 
 def _add_tiles(p: Program, form: HopperForm, held: Held) -> None:
@@ -54,6 +54,9 @@ def _add_tiles(p: Program, form: HopperForm, held: Held) -> None:
     if form.fp8:
         turned = f"STAGES, {held.ones}, VALUE_COLUMNS"
         p.ring("value", turned, [Columns("BLOCK_KV")], about="columns in rows", element=element)
+        swizzled = "gl.NVMMASharedLayout.get_default_for([SUM_COLUMNS, BLOCK_KV], dtype)"
+        said = "whose product with weights is their sum"
+        p.tile("ones", "SUM_COLUMNS", [Columns("BLOCK_KV")], layout=swizzled, about=said, element=1)
     else:
         p.ring("value", f"STAGES, {held.ones}, BLOCK_KV", value)
     if form.pair_bytes:
@@ -116,8 +119,11 @@ def _stages(t: Tiles) -> list[Stage]:
         "V; sum and O rescaled"
     )
     if form.fp8:
-        beside = "P V of the tile before, which joins O in full precision; on full tiles beside the softmax of this one"
-        weights = "reference raised to the maximum less 8; P = exp2(S - reference) in e4m3, which waits for its V; sum"
+        beside = (
+            "P V and P times ones of the tile before, which join O and sum in full precision; on full tiles beside the "
+            "maxima of this one"
+        )
+        weights = "reference raised to the maximum less 8; P = exp2(S - reference) in e4m3, which waits for its V"
     results = f"{t.output('O / sum')} by TMA, {t.rows('lse = reference + log(sum)')}{t.sink_text}"
     if not t.traits.normalizer.saves_lse:
         sums = f"{t.output('O')} float32, by {consumers}"
