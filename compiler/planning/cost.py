@@ -38,6 +38,7 @@ CountTiles = Callable[[Axis, int, int], TileCounts]  # (axis of the loop, rows o
 L2_FRACTION = 0.8  # of L2 that holds what is read again; outputs and one-time reads pass through the rest
 L2_OVER_HBM = 1.8  # bytes/s that L2 delivers over those of HBM
 RESERVED = 1024  # bytes of SRAM that a program takes besides its own
+CONVERTED = 22e9  # bytes of FP8 keys and values that a program converts in a second, at the most
 MOST_ON_AN_SM = 3  # programs that divide keys: of more, each has fewer registers than its loop wants
 MEASURING_AT_ONCE = 8  # programs on an SM that measure tiles: of 8 warps each
 REACHED = 0.75  # share of the rate of products that a kernel of latent caches reaches
@@ -451,7 +452,7 @@ def _by_key_head(tiles: TileCounts, form: Form, shape: Shape) -> TileCounts:
 
 def split_programs_per_sm(kernel: Kernel, form: Form, x: Sizes, hardware: Hardware, parts: Segments) -> int:
     """Programs of split_forward that are meant to share an SM: kernels are compiled for as many, by their registers."""
-    most = MOST_ON_AN_SM if x.e < 4 else 2  # products of fp32 want registers
+    most = MOST_ON_AN_SM if x.e < 4 and x.kv_share == 1 else 2  # products of fp32, and conversions, want registers
     return min(form.programs_per_sm(kernel, parts, kernel.sram(x) + RESERVED, hardware), most)
 
 
@@ -471,6 +472,8 @@ def parts_of(
         if not few_queries:  # parts take memory: as many as programs that run at once, or twice as many
             most = max(1, 2 * slots // units)
     rate, uneven = hardware.hbm_bytes_per_second, uneven and x.B > 1
+    if x.kv_share < 1 and hardware.kind != "cpu" and not uneven:
+        busy = max(busy, tile_bytes / CONVERTED)
     slots = INTERPRETED if hardware.kind == "cpu" else slots
     enough = slots / LONE
     if hardware.kind != "cpu" and not uneven:  # the divisions of uneven ones are those that were timed

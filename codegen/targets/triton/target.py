@@ -42,7 +42,7 @@ from .kernels.tables import with_tables_made
 from .kernels.teaching import STANDARD, STREAMING
 from .kernels.work import WORK, with_work
 from .launcher import launcher_of
-from .tilings import FIXED, fits, nominal, split_tilings, square_tilings, tilings
+from .tilings import FIXED, SPLIT_FP8, fits, nominal, split_tilings, square_tilings, tilings
 
 KERNELS: dict[Algorithm, tuple[Kernel, ...]] = {
     "flash": (FLASH_FORWARD, ROW_STATISTICS, FLASH_DQUERY, FLASH_DKEY_DVALUE), "split_kv": (SPLIT_FORWARD, JOIN_PARTS),
@@ -206,7 +206,9 @@ class TritonTarget(Target):
             return found
         rows, wide = UNALIGNED.block_q, [UNALIGNED_WIDE] if signature.widths.value_dim > 256 else []
         few = (t if t.block_q <= rows else Tiling(rows, t.block_kv, UNALIGNED.num_warps, t.num_stages) for t in found)
-        return [*dict.fromkeys([*wide, *few])]
+        widest = max(signature.widths.head_dim, signature.widths.value_dim)
+        divided = kernel.shares_keys and signature.dtypes.fp8_key is not None and 64 < widest <= 128
+        return [*dict.fromkeys([*[SPLIT_FP8] * divided, *wide, *few])]
 
     def _forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Tiling]:
         widths = signature.widths
