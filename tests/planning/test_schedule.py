@@ -567,3 +567,22 @@ def test_targets_are_tried_in_order() -> None:
     )
     assert resolved(shape(64), A100).notes == ("hopper: needs compute capability 9.0, this is sm_80",)
     assert resolved(shape(64, "fp32"), CPU).target.name == "cpu"  # the interpreter is chosen by name only
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "device", "parts"),
+    [(16, 8192, "h200", 2), (16, 8192, "h100", 2), (64, 8192, "h200", 1), (1, 1 << 17, "h200", 32)],
+)
+def test_fp8_caches_have_two_programs_on_an_sm(batch: int, length: int, device: str, parts: int) -> None:
+    """A program that converts reads slower than its share, so that parts pay where keys of 16 bits have one."""
+    causal = weft.Attention(mask=weft.masks.causal, name="causal")
+    query = torch.empty(batch, 32, 1, 128, dtype=torch.bfloat16)
+    row = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16)
+    keys = {False: row.expand(batch, 8, length, 128), True: row.to(torch.float8_e4m3fn).expand(batch, 8, length, 128)}
+    of = {
+        fp8: causal.plan(query, kept, kept, device=device, **({"k_descale": 0.5, "v_descale": 2.0} if fp8 else {}))
+        for fp8, kept in keys.items()
+    }
+    found = {fp8: (str(plan.kernels[0].form), plan.kernels[0].letters.get("S")) for fp8, plan in of.items()}
+    assert found[True] == ("32x128w4s4", parts)
+    assert found[False] == ("64x128w4s3", 16 if batch == 1 else 1)
