@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -74,6 +75,28 @@ def rows_lie_as_torch_deals_them() -> bool:
         is_on = handlers is None or torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
         return is_on and bool(getattr(options, "enable_load_balance", True))
     return False
+
+
+def timeout_of(group: Any) -> timedelta:
+    """How long ranks of a process group wait for each other.
+
+    Groups of a mesh have torch's default, whatever `init_process_group` was given; theirs is then that of all ranks.
+    """
+    module = _found("distributed.distributed_c10d", None)
+    usual, every = getattr(module, "_get_default_timeout", None), getattr(module, "_get_default_group", None)
+    try:
+        found: timedelta = min(group._get_backend(device).options._timeout for device in group._device_types)
+        if (
+            usual is not None
+            and every is not None
+            and found == usual(module.get_backend(group))
+            and group is not every()
+        ):
+            return timeout_of(every())
+    except (AttributeError, RuntimeError, ValueError):  # of a torch that says it otherwise, or of another backend
+        otherwise: timedelta = group.get_group_store().timeout
+        return otherwise
+    return found
 
 
 @contextmanager

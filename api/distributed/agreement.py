@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..codegen.torch_private import timeout_of
 from ..ir.errors import WeftError
+from .collectives import is_of_a_collective
+from .waiting import Waiting
+
+_TOLD = "_weft_told"  # a mark of errors
+_CPU = torch.device("cpu")  # whatever the default device is
 
 
 class Agreement:
-    """Of the ranks of a group. It speaks over gloo, from host to host, so that no device waits."""
+    """Of the ranks of a group. It speaks over gloo, from host to host, so that no device waits.
 
-    def __init__(self, group: Any) -> None:
+    who: what makes it, for errors. Raises WeftError where a rank makes none within the timeout of the group.
+    """
+
+    def __init__(self, group: Any, who: str = "ContextParallel") -> None:
         self.members = dist.get_process_group_ranks(group)  # as all processes count them
-        self.rank, self.ranks, self.calls = dist.get_rank(), len(self.members), 0
-        self.hosts = _between_hosts(group)
+        self.rank, self.ranks = dist.get_rank(), len(self.members)
+        self.hosts = _between_hosts(group, who)
+
+    @property
+    def calls(self) -> int:
+        """How many were compared, by all who speak for the group."""
+        return self.hosts.calls
 
     def check(self, told: Mapping[str, str], problem: Exception | None) -> None:
         """told: what a rank calls, by the name of each thing, short; first what it calls. problem: what is wrong.
@@ -29,48 +44,125 @@ class Agreement:
         Raises WeftError on every rank where they differ, or where one has a problem, saying which rank and what. The
         rank that has a problem raises that itself.
         """
-        self.calls += 1
+        self.hosts.calls += 1
         words = {"number of calls": str(self.calls), **told}
-        text = json.dumps([words, None if problem is None else str(problem)]).encode()
+        text = json.dumps([words, None if problem is None else str(problem) or type(problem).__name__]).encode()
         digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
         name = next(iter(told.values()), "").split(" ")[0]
         try:
-            digests, sound, sizes = self._gathered(torch.tensor([digest, int(problem is None), len(text)])).unbind(1)
+            own = torch.tensor([digest, int(problem is None), len(text)], device=_CPU)
+            digests, sound, sizes = self._gathered(own).unbind(1)
             if bool((digests == digest).all()) and bool(sound.all()):
+                self.hosts.waiting.goes_on()
                 return
-            padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+            padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=_CPU)
             padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             texts = [bytes(row[:n].tolist()) for row, n in zip(self._gathered(padded), sizes.tolist())]
         except RuntimeError as error:
             raise WeftError(
-                f"{name}: rank {self.rank} got no answer from all {self.ranks} ranks for call {self.calls}; one of "
-                f"them has ended or makes no such call: {str(error).splitlines()[0]}"
+                f"{name}: rank {self.rank} got no answer from all {self.ranks} ranks for call {self.calls}; "
+                f"{self.hosts.waiting.who_does_not()}: {str(error).splitlines()[0]}"
             ) from error
         if problem is None:
             raise WeftError(f"{name}: {_difference(self.members, [json.loads(t) for t in texts])}")
 
+    @contextmanager
+    def kept(self, what: str) -> Iterator[None]:
+        """Around what ranks do once they have agreed. An error of this rank is told to others, who may wait for it. An
+        error of a collective gets a note, which says whom it waited for.
+
+        what: such as "the forward of causal".
+        """
+        waiting = self.hosts.waiting
+        what = f"{what}, call {self.calls}"
+        try:
+            yield
+        except Exception as error:
+            if not getattr(error, _TOLD, False):  # by a part of it
+                setattr(error, _TOLD, True)
+                if is_of_a_collective(error):
+                    error.add_note(f"rank {self.rank} waits in {what}; {waiting.who_does_not()}")
+                else:
+                    waiting.failed(f"{what}: {type(error).__name__}: {error}")
+            raise
+
     def _gathered(self, own: Tensor) -> Tensor:
         """What all ranks have, [ranks, n] of each own [n]."""
         every = own.new_empty(self.ranks, len(own))
-        self.hosts.allgather([list(every.unbind())], [own]).wait()
+        self.hosts.gloo.allgather([list(every.unbind())], [own]).wait()
         return every
 
 
-_hosts: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by the group that they speak for
+@contextmanager
+def kept(agreement: Agreement | None, what: str) -> Iterator[None]:
+    """`Agreement.kept`, or where ranks do not compare calls a note alone."""
+    if agreement is not None:
+        with agreement.kept(what):
+            yield
+        return
+    try:
+        yield
+    except Exception as error:
+        if is_of_a_collective(error):
+            error.add_note(
+                f"rank {dist.get_rank()} waits in {what}, until the timeout of its group, for a rank that has ended, "
+                "or calls something else"
+            )
+        raise
 
 
-def _between_hosts(group: Any) -> Any:
-    """Gloo between the ranks of a group, the same for all who ask for it: ranks that call different things hear of it.
-    It is not the group itself where that is gloo's, too: gloo ends processes that are in different collectives.
+class Backwards(NamedTuple):
+    """What ranks compare before the backward of a call: autograd may run those of a rank in another order, or not."""
 
-    It meets in the store of the group. `new_group(use_local_synchronization=True)` meets under a name that follows from
+    agreement: Agreement | None
+    name: str  # of the variant
+    call: int  # its number
+
+    @contextmanager
+    def of(self, what: str, problem: Exception | None = None) -> Iterator[None]:
+        """Around one part of it. problem: what is wrong with it on this rank, which is raised."""
+        if self.agreement is not None:
+            told = {"backward": f"{self.name} of call {self.call}", "gradients of": what}
+            self.agreement.check(told, problem)
+        if problem is not None:
+            raise problem
+        with kept(self.agreement, f"the backward of {self.name}"):
+            yield
+
+
+def backwards(agreement: Agreement | None, name: str) -> Backwards:
+    """Of the call that was compared last."""
+    return Backwards(agreement, name, 0 if agreement is None else agreement.calls)
+
+
+class _Hosts:
+    """What all who speak for a group share: ranks that call different things hear of it."""
+
+    def __init__(self, group: Any, who: str) -> None:
+        store = dist.PrefixStore("weft", group.get_group_store())  # type: ignore[attr-defined]
+        members, rank, timeout = dist.get_process_group_ranks(group), dist.get_rank(), timeout_of(group)
+        self.calls, self.waiting = 0, Waiting(store, members, rank)
+        try:
+            self.gloo: Any = dist.ProcessGroupGloo(store, dist.get_rank(group), len(members), timeout=timeout)
+        except RuntimeError as error:
+            raise WeftError(
+                f"{who}: rank {rank} did not meet all {len(members)} ranks of its group within "
+                f"{timeout.total_seconds():g} s, each of which has to make one; {self.waiting.who_does_not()}"
+            ) from error
+
+
+_hosts: WeakKeyDictionary[Any, _Hosts] = WeakKeyDictionary()  # by the group that they speak for
+
+
+def _between_hosts(group: Any, who: str) -> _Hosts:
+    """Gloo between the ranks of a group, the same for all who ask for it.
+
+    It is not the group itself where that is gloo's, too: gloo ends processes that are in different collectives. It
+    meets in the store of the group. `new_group(use_local_synchronization=True)` meets under a name that follows from
     how many groups a process belongs to, so that ranks which differ in that wait forever: pytorch/pytorch#173608.
     """
     if group not in _hosts:
-        store = group.get_group_store()
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        apart = dist.PrefixStore("weft", store)  # type: ignore[attr-defined]
-        _hosts[group] = dist.ProcessGroupGloo(apart, rank, ranks, timeout=store.timeout)
+        _hosts[group] = _Hosts(group, who)
     return _hosts[group]
 
 

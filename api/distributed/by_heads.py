@@ -16,7 +16,8 @@ from ..codegen.torch_private import of_all_rows
 from ..ir.attention import SEED
 from ..runtime.call import choices_of
 from . import sharded
-from .collectives import in_gradients
+from .agreement import Backwards, backwards, kept
+from .collectives import all_reduce, under_way
 from .placed import names_beside, placed
 from .portions import operand_names
 from .rows import Deal, Run, Runs, count, joined, places
@@ -58,14 +59,18 @@ def attended(
     near: the ranks that divide heads. far: this one among those that have the same heads, of strategies with two parts.
     """
     of_queries, of_keys = _sides(plan, far.rank * near.ranks)
-    query, key, value = (_ToHeads.apply(near, side, t) for side, t in zip((of_queries, of_keys, of_keys), main))
-    first = of_queries.heads[near.rank][0]
-    if plan.strategy == "heads":
-        out, lse = _of_all_rows(plan, far.every, first, (query, key, value), operands, options)
-    else:
-        out, lse = _of_some_rows(plan, far, first, (query, key, value), operands, options)
-    out = _ToRows.apply(near, of_queries, out)
-    return out, None if lse is None else _ToRows.apply(near, of_queries, lse[..., None])[..., 0]
+    first, then = of_queries.heads[near.rank][0], backwards(far.agreement, str(plan.attention.name))
+    with kept(far.agreement, f"the forward of {plan.attention.name}"):
+        mine: Main = _ToHeads.apply(near, then, (of_queries, of_keys, of_keys), *main)
+        if plan.strategy == "heads":
+            out, lse = _of_all_rows(plan, far.every, then, first, mine, operands, options)
+        else:
+            out, lse = _of_some_rows(plan, far, first, mine, operands, options)
+        if lse is None:
+            (out,) = _ToRows.apply(near, then, of_queries, out)
+            return out, None
+        out, lse = _ToRows.apply(near, then, of_queries, out, lse[..., None])
+        return out, lse[..., 0]
 
 
 @lru_cache(maxsize=256)
@@ -107,7 +112,7 @@ def _of_some_rows(
 
 
 def _of_all_rows(
-    plan: ShardPlan, every: Any, first: int, main: Main, operands: Mapping[str, Any], options: Options
+    plan: ShardPlan, every: Any, then: Backwards, first: int, main: Main, operands: Mapping[str, Any], options: Options
 ) -> tuple[Tensor, Tensor | None]:
     """out and lse of some heads: a call on one device. every: the group over which gradients of operands are summed."""
     query, sizes, names = main[0], plan.sizes, names_beside(plan.attention)
@@ -124,7 +129,9 @@ def _of_all_rows(
         beside |= {names.first_key: torch.zeros_like(of_each), names.batch: 0}
         beside |= {names.q_len: of_each, names.kv_len: of_each, names.last: max(0, plan.longest - 1)}
         where["cu_seqlens_q"] = where["cu_seqlens_kv"] = starts
-    given = {n: _Shared.apply(every, _widened(v, query)) if _learns(v) else v for n, v in operands.items() if n in read}
+    given = {n: v for n, v in operands.items() if n in read}
+    if learned := {n: _widened(v, query) for n, v in given.items() if _learns(v)}:
+        given |= zip(learned, _Shared.apply(every, then, *learned.values()))
     given |= {n: v for n, v in beside.items() if n in read}
     if variant.canonical.drops:
         where["seed"] = given.pop(SEED.name)
@@ -149,48 +156,53 @@ def _learns(value: Any) -> bool:
 
 
 class _Shared(torch.autograd.Function):
-    """An operand that all ranks read: its gradient is the sum of theirs."""
+    """Operands that all ranks read: their gradients are sums of those of all."""
 
     @staticmethod
-    def forward(ctx: Any, group: Any, tensor: Tensor) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
+    def forward(ctx: Any, group: Any, then: Backwards, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.then = group, then
+        return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
-    @in_gradients
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        summed = gradient.clone()
-        dist.all_reduce(summed, group=ctx.group)
-        return None, summed
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        summed = [gradient.clone() for gradient in gradients]
+        with ctx.then.of("operands"):
+            for gradient in summed:
+                all_reduce(gradient, ctx.group)
+        return None, None, *summed
 
 
 # -- from rows to heads, and back --------------------------------------------------------------------------------------
 class _ToHeads(torch.autograd.Function):
-    """From a rank's rows of all heads to all rows of its heads, in the order of their positions."""
+    """From a rank's rows of all heads to all rows of its heads, in the order of their positions: query, key, value."""
 
     @staticmethod
-    def forward(ctx: Any, near: Neighbours, side: Side, tensor: Tensor) -> Tensor:
-        ctx.near, ctx.side = near, side
-        return _to_heads(near, side, tensor)
+    def forward(ctx: Any, near: Neighbours, then: Backwards, sides: Sequence[Side], *tensors: Tensor) -> Any:
+        ctx.near, ctx.then, ctx.sides = near, then, sides
+        found = [_to_heads(near, side, t) for side, t in zip(sides, tensors)]
+        ctx.mark_non_differentiable(*(t for t, need in zip(found, ctx.needs_input_grad[3:]) if not need))
+        return tuple(found)
 
     @staticmethod
-    @in_gradients
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, None, _to_rows(ctx.near, ctx.side, gradient)
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with ctx.then.of("rows that became heads"):
+            found = [_to_rows(ctx.near, side, gradient) if need else None
+                     for side, gradient, need in zip(ctx.sides, gradients, ctx.needs_input_grad[3:])]  # fmt: skip
+        return None, None, None, *found
 
 
 class _ToRows(torch.autograd.Function):
-    """The way back."""
+    """The way back, of out and lse."""
 
     @staticmethod
-    def forward(ctx: Any, near: Neighbours, side: Side, tensor: Tensor) -> Tensor:
-        ctx.near, ctx.side = near, side
-        return _to_rows(near, side, tensor)
+    def forward(ctx: Any, near: Neighbours, then: Backwards, side: Side, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.near, ctx.then, ctx.side = near, then, side
+        return tuple(_to_rows(near, side, t) for t in tensors)
 
     @staticmethod
-    @in_gradients
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, None, _to_heads(ctx.near, ctx.side, gradient)
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with ctx.then.of("heads that became rows"):
+            return None, None, None, *(_to_heads(ctx.near, ctx.side, gradient) for gradient in gradients)
 
 
 def _to_heads(near: Neighbours, side: Side, tensor: Tensor) -> Tensor:
@@ -223,5 +235,6 @@ def _swapped(near: Neighbours, sent: list[Tensor], shapes: Sequence[tuple[int, .
     flat = torch.cat([t.reshape(-1) for t in sent])
     sizes = [prod(shape) for shape in shapes]
     received = flat.new_empty(sum(sizes))
-    dist.all_to_all_single(received, flat, sizes, [t.numel() for t in sent], group=near.group)
+    with under_way():
+        dist.all_to_all_single(received, flat, sizes, [t.numel() for t in sent], group=near.group)
     return [part.view(shape) for part, shape in zip(received.split(sizes), shapes)]

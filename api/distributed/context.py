@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..codegen.targets import target_named
 from ..codegen.torch_private import break_graph
 from ..ir.attention import SEED, Attention
 from ..ir.errors import Problem, UnavailableError, WeftError, collected
@@ -20,6 +21,7 @@ from ..runtime.check.tensors import check_latent, main_problems
 from ..runtime.options import Form
 from ..runtime.run.variant import Variant, variant_of
 from . import agreement, by_heads, sharded, shardplan
+from .collectives import under_way
 from .groups import groups_of
 from .latent import Projected, absorbed, form_of, without_rest
 from .portions import operand_names
@@ -75,10 +77,12 @@ class ContextParallel:
     def _neighbours(self, plan: ShardPlan) -> tuple[by_heads.Neighbours, sharded.Place]:
         """The ranks that divide heads with this one, and where it is among those that have the same heads."""
         if plan.strategy == "heads":
-            return by_heads.Neighbours(self.group, self.rank, self.ranks), sharded.Place(0, None, self.group)
+            return by_heads.Neighbours(self.group, self.rank, self.ranks), sharded.Place(
+                0, None, self.group, self.agreement
+            )
         assert self.inner is not None
         rank, ranks = dist.get_rank(self.inner), dist.get_world_size(self.inner)
-        far = sharded.Place(dist.get_rank(self.outer), self.outer, self.group)
+        far = sharded.Place(dist.get_rank(self.outer), self.outer, self.group, self.agreement)
         return by_heads.Neighbours(self.inner, rank, ranks), far
 
     def plan(self, attention: Attention, **sizes: Any) -> ShardPlan:
@@ -103,20 +107,22 @@ class ContextParallel:
 
         of: whose rows they are, "queries" or "keys", which differ where there are more of the ones.
         """
-        deal: Deal = getattr(plan, of)
-        problem, rows = None, count(deal.rows(self.rank))
-        if tensor.shape[dim] != rows:
-            problem = WeftError(
-                f"{plan.attention.name}: unshard: expected {rows} rows, those of the {of} of rank {self.rank}, got "
-                f"{tensor.shape[dim]}"
-            )
-        if self.agreement is not None:  # a rank may call this alone, as one that prints does
+        told: dict[str, str] = {"call": "unshard"}
+        problem: Exception | None = None
+        try:
+            _check_plan("unshard", plan, self.ranks)
+            _check_rows(plan, tensor, dim, of, self.rank)
             others = [n for k, n in enumerate(tensor.shape) if k != dim % tensor.dim()]
-            told = {"call": "unshard", "plan": plan.told, "rows": of, "dim": str(dim % tensor.dim())}
-            self.agreement.check({**told, "tensor": f"{others} {str(tensor.dtype)[6:]}"}, problem)
+            told |= {"plan": plan.told, "rows": of, "dim": str(dim % tensor.dim())}
+            told["tensor"] = f"{others} {str(tensor.dtype)[6:]}"
+        except Exception as error:  # whatever it is, other ranks hear of it
+            problem = error
+        if self.agreement is not None:  # a rank may call this alone, as one that prints does
+            self.agreement.check(told, problem)
         if problem is not None:
             raise problem
-        return Whole.apply(self, deal, tensor, dim)
+        with agreement.kept(self.agreement, "unshard"):
+            return Whole.apply(self, getattr(plan, of), tensor, dim)
 
     def share(self, tensor: Tensor) -> Tensor:
         """The same tensor, of whose gradient this rank gets an equal share.
@@ -144,36 +150,37 @@ class ContextParallel:
 
         Raises WeftError on all ranks where one of them calls something else.
         """
-        if not isinstance(attention, Attention):
-            wrong = WeftError(f"attention: expected a weft.Attention, got {type(attention).__name__}")
-            if self.agreement is not None:
-                self.agreement.check({"variant": type(attention).__name__}, wrong)
-            raise wrong
         if torch.compiler.is_compiling():
             break_graph(UNTRACED)
             return torch.compiler.disable(self.attention, reason=UNTRACED)(
                 attention, query, key, value, plan=plan, return_lse=return_lse, target=target,
                 deterministic=deterministic, seed=seed, train=train, uk=uk, uv=uv, form=form, **operands,
             )  # fmt: skip
-        operands = {n: v for n, v in operands.items() if n not in attention.canonical.unread}  # as other calls do
-        if attention.canonical.drops and not train:
-            attention, plan, operands = _undropped(attention, plan, operands)
-        problem: Exception | None
+        told: dict[str, str] = {"variant": type(attention).__name__}
+        problem: Exception | None = None
         latent = Projected(uk, uv, form)
         try:
+            if not isinstance(attention, Attention):
+                raise WeftError(f"attention: expected a weft.Attention, got {type(attention).__name__}")
+            told = {"variant": f"{attention.name} ({attention.canonical.digest})"}
+            _check_plan(str(attention.name), plan, self.ranks)
+            operands = {n: v for n, v in operands.items() if n not in attention.canonical.unread}  # as other calls do
+            if attention.canonical.drops and not train:
+                attention, plan, operands = _undropped(attention, plan, operands)
             operands |= _seed(attention, operands, seed, query)
-            problem = self._problem(attention, query, key, value, plan, operands, latent, return_lse)
+            told = _told(attention, query, key, value, plan, {**operands, **latent.tensors}, return_lse)
+            told |= {"seed": str(seed) if isinstance(seed, int) else "", "form": str(form)}
+            told["options"] = f"target={target}, deterministic={deterministic}"
+            problem = self._problem(attention, query, key, value, plan, operands, latent, return_lse, target)
         except Exception as error:  # whatever it is, other ranks hear of it
             problem = error
         if self.agreement is not None:
-            told = _told(attention, query, key, value, plan, {**operands, **latent.tensors}, return_lse)
-            self.agreement.check(
-                {**told, "seed": str(seed) if isinstance(seed, int) else "", "form": str(form)}, problem
-            )
+            self.agreement.check(told, problem)
         if problem is not None:
             raise problem
         if attention.canonical.drops and not isinstance(seed, int):
-            dist.broadcast(operands[SEED.name], dist.get_global_rank(self.group, 0), self.group)
+            with agreement.kept(self.agreement, f"the seed of {attention.name}"), under_way():
+                dist.broadcast(operands[SEED.name], dist.get_global_rank(self.group, 0), self.group)
         declared = {p.name: p for p in attention.canonical.parameters}
         given = {n: v if isinstance(v, Tensor) else as_number(v, KINDS[declared[n].dtype])
                  for n, v in operands.items() if n in declared}  # fmt: skip
@@ -193,7 +200,7 @@ class ContextParallel:
             names, given = [*names, *latent.tensors], {**given, **latent.tensors}
         elif uk is not None and uv is not None and attention.latent is not None:
             query, after = absorbed(query, uk, attention.latent.rope), uv
-        place = sharded.Place(self.rank, self.group, self.group)
+        place = sharded.Place(self.rank, self.group, self.group, self.agreement)
         state = sharded.State(place, plan, numbers, choices, tuple(names), len(own), kind)
         out, lse = sharded.attended(state, query, own, [given[n] for n in names])
         out = out if after is None else torch.einsum("bhlr,hrd->bhld", out, after)
@@ -201,14 +208,12 @@ class ContextParallel:
 
     def _problem(
         self, attention: Attention, query: Tensor, key: Tensor, value: Tensor | None, plan: ShardPlan,
-        operands: Mapping[str, Any], latent: Projected, wants_lse: bool,
+        operands: Mapping[str, Any], latent: Projected, wants_lse: bool, target: str | None,
     ) -> WeftError | None:  # fmt: skip
         """What is wrong with a call on this rank."""
         name = str(attention.name)
         if plan.attention != attention:
             return WeftError(f"{name}: expected a plan of this variant, got one of {plan.attention.name}")
-        if plan.ranks != self.ranks:
-            return WeftError(f"{name}: expected a plan for {self.ranks} ranks, got one for {plan.ranks}")
         if plan.divides_both and self.shape != (other := (plan.ranks // plan.inner, plan.inner)):
             own = "one dimension" if self.shape is None else f"{self.shape}"
             return WeftError(f"{name}: expected a plan for ranks along {own}, got one for {other}; cp.plan makes it")
@@ -252,6 +257,8 @@ class ContextParallel:
                 form_of(attention, sizes, latent, (query, key, *operands.values()))
                 found = _unlike(query, {"cache": key, **latent.tensors})
             check_operands(attention, operands, query.device, found)
+            if target is not None:
+                target_named(target)
             variant = variant_of(attention)
             variant.check_sizes(_whole_call(variant, plan, (query, key, value), operands))
         except WeftError as error:
@@ -302,6 +309,26 @@ def _whole_call(
         sequences = Packed(starts, starts, None)
     assert main[0] is not None and main[1] is not None
     return Call(main[0], main[1], main[2], None, given, sequences, choices_of(None, None), sizes.head_dim)
+
+
+def _check_plan(name: str, plan: object, ranks: int) -> None:
+    """Raise WeftError where it is none of these ranks."""
+    if not isinstance(plan, ShardPlan):
+        raise WeftError(f"{name}: plan: expected a ShardPlan, as cp.plan makes it, got {type(plan).__name__}")
+    if plan.ranks != ranks:
+        raise WeftError(f"{name}: expected a plan for {ranks} ranks, got one for {plan.ranks}")
+
+
+def _check_rows(plan: ShardPlan, tensor: object, dim: int, of: str, rank: int) -> None:
+    """Raise WeftError where a tensor has not the rows of a rank along a dimension."""
+    name = f"{plan.attention.name}: unshard"
+    if of not in ("queries", "keys"):
+        raise WeftError(f"{name}: of: expected 'queries' or 'keys', got {of!r}")
+    if not isinstance(tensor, Tensor) or not -tensor.dim() <= dim < tensor.dim():
+        got = f"{[*tensor.shape]}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise WeftError(f"{name}: expected a tensor with a dimension {dim}, got {got}")
+    if tensor.shape[dim] != (rows := count(getattr(plan, of).rows(rank))):
+        raise WeftError(f"{name}: expected {rows} rows, those of the {of} of rank {rank}, got {tensor.shape[dim]}")
 
 
 def _deal(plan: ShardPlan, length: int) -> Deal:

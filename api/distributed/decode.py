@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from ..kv.share import Share
 from ..kv.step import Step
 from ..runtime import options as call_options
 from ..runtime.check.operands import check_operands
-from .agreement import Agreement
+from .agreement import Agreement, kept
 from .interleaved import Division, interleaved
 from .joins import Group, gathered_heads, joined
 from .placed import Names, names_beside
@@ -31,6 +33,7 @@ from .placed import Names, names_beside
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_SHOWN = 4  # sequences, in what ranks tell each other
 Agree = bool | Literal["steps"]
 # options of a call that a step takes: others are its own, or are of rows that a rank does not have
 _TAKEN = frozenset({
@@ -66,6 +69,25 @@ class ShardedStep(Step):
     """A step of a cache that ranks hold together: every rank makes the same one, of the same sequences and rows."""
 
     cache: _Sharded
+    _filled: ShardedStep | None = None  # of a fixed step: what it computes now
+
+    @cached_property
+    def _words(self) -> str:
+        """Which rows of which sequences, short."""
+        rows = [f"{s}: {start} + {end - start}" for s, start, end in zip(self.sequences, self.starts, self.ends)]
+        some = ", ".join(rows[:_SHOWN]) + ", ..." * (len(rows) > _SHOWN)
+        return f"{some} ({crc32(repr(rows).encode()):08x})"
+
+    @property
+    def told(self) -> str:
+        """The step in a line, for ranks to compare."""
+        rows = self._filled._words if self._filled is not None else self._words
+        return f"{self.state}, {len(self._appended)} layers appended, {rows}"
+
+    def fill(self, step: Step) -> None:
+        """As of other caches."""
+        super().fill(step)
+        self._filled = step  # type: ignore[assignment]
 
     def options_of(self, layer: int = 0) -> dict[str, Any]:
         """Raises WeftError: a call with them would see the positions of this rank's rows, not of the sequence."""
@@ -101,13 +123,14 @@ class ShardedStep(Step):
         except Exception as error:  # whatever it is, as no memory, other ranks hear of it
             problem = error
         if cache.agree is True:  # a device computes meanwhile
-            cache.check(_told(layer, variant, query, given), problem)
+            cache.check({**_told(layer, variant, query, given), "step": self.told, "changes": cache.changes}, problem)
         if found is None:
             assert problem is not None
             raise problem
         (out, lse), wants_lse = found, bool(given.get("return_lse"))
         if cache.by_sequence.ranks > 1:
-            out, lse = joined(cache.by_sequence, out, lse, wants_lse)
+            with cache.kept("sequence", f"attend of {variant.name}"):
+                out, lse = joined(cache.by_sequence, out, lse, wants_lse)
         if not wants_lse:
             return out
         assert lse is not None
@@ -205,6 +228,23 @@ def _told(layer: int, variant: Attention, query: Tensor, given: Mapping[str, Any
     }
 
 
+class Changes:
+    """Of the sequences of a cache, in order, as far as ranks compare them."""
+
+    def __init__(self) -> None:
+        self.number, self.sum, self.last = 0, 0, "none"
+        self.compared = 0  # how often ranks were asked
+
+    def add(self, what: str, *values: int, beside: object = None) -> None:
+        """beside: what is compared, and not shown."""
+        self.number += 1
+        self.last = f"{what}({', '.join(map(str, values[:_SHOWN]))}{', ...' * (len(values) > _SHOWN)})"
+        self.sum = crc32(f"{what} {values} {beside}".encode(), self.sum)
+
+    def __str__(self) -> str:
+        return f"{self.number}, the last {self.last} ({self.sum:08x})"
+
+
 class _Sharded(Cache):
     """What both caches have in common. Blocks and lengths are those of whole sequences, the same on every rank."""
 
@@ -214,11 +254,11 @@ class _Sharded(Cache):
     agree: Agree
     all_kv_heads: int  # of all ranks
 
-    def _divide(
+    def _meet(
         self, heads: DeviceMesh | dist.ProcessGroup | None, sequence: DeviceMesh | dist.ProcessGroup | None,
-        agree: Agree, kv_heads: int | None,
-    ) -> int | None:  # fmt: skip
-        """Find out what this rank has; the key heads of it."""
+        agree: Agree,
+    ) -> None:  # fmt: skip
+        """Find out which ranks there are."""
         name = type(self).__name__
         if not dist.is_available() or not dist.is_initialized():
             raise UnavailableError(f"{name}: torch.distributed is not initialised; call init_process_group first")
@@ -227,8 +267,13 @@ class _Sharded(Cache):
         if heads is None and sequence is None:
             raise WeftError(f"{name}: expected heads=, sequence= or both: the ranks that divide the one or the other")
         self.by_heads, self.by_sequence = _group(name, "heads", heads), _group(name, "sequence", sequence)
-        self.agree = agree
-        self._agreements = [Agreement(g.group) for g in (self.by_heads, self.by_sequence) if agree and g.ranks > 1]
+        self.agree, self._changes = agree, Changes()
+        groups = {"heads": self.by_heads, "sequence": self.by_sequence}
+        self._agreements = {n: Agreement(g.group, name) for n, g in groups.items() if agree and g.ranks > 1}
+
+    def _divide(self, kv_heads: int | None) -> int | None:
+        """Find out what this rank has; the key heads of it."""
+        name = type(self).__name__
         self.share = Share(self.by_sequence.rank, self.by_sequence.ranks)
         self.all_kv_heads = kv_heads if is_size(kv_heads) else 1  # type: ignore[assignment]
         ranks = self.by_heads.ranks
@@ -268,8 +313,23 @@ class _Sharded(Cache):
         return query.narrow(1, rank * own, own)
 
     def unshard(self, out: Tensor) -> Tensor:
-        """All heads [B, Hq, ...] on each rank, from the heads of each, as `attend` gives them."""
-        return out if self.by_heads.ranks == 1 else gathered_heads(self.by_heads, out)
+        """All heads [B, Hq, ...] on each rank, from the heads of each, as `attend` gives them.
+
+        Raises WeftError on all ranks where one of them has something else.
+        """
+        if self.by_heads.ranks == 1:
+            return out
+        problem: Exception | None = None
+        if not isinstance(out, Tensor) or out.dim() < 2:
+            got = [*out.shape] if isinstance(out, Tensor) else type(out).__name__
+            problem = WeftError(f"unshard: out: expected a tensor [B, Hq, ...], got {got}")
+        if self.agree is True:
+            words = type(out).__name__ if problem else f"{[*out.shape]} {str(out.dtype)[6:]}"
+            self._agreements["heads"].check({"call": "unshard", "out": words}, problem)
+        if problem is not None:
+            raise problem
+        with self.kept("heads", "unshard"):
+            return gathered_heads(self.by_heads, out)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
     def extend(
@@ -290,10 +350,10 @@ class _Sharded(Cache):
             new = repr([self._sequences[s].new_tokens for s in step.sequences])
             told["tokens"] = hashlib.sha256(new.encode()).hexdigest()[:8]
         try:
-            self.check(told, problem)
+            self.check({**told, "changes": self.changes}, problem)
         except WeftError:
             if step is not None:
-                step.cancel()
+                super()._close(step, keeps=False)  # no change, as ranks that have made none know nothing of it
             raise
         if step is None:
             assert problem is not None
@@ -305,15 +365,79 @@ class _Sharded(Cache):
         *, lengths: Sequence[int] | None = None, tokens: Sequence[Sequence[int] | None] | None = None,
     ) -> Step:  # fmt: skip
         """As of other caches: all rows, of this rank's key heads or of all."""
-        key, value = (
-            [self.own_heads(rows) for rows in t] if isinstance(t, (list, tuple)) else self.own_heads(t)  # type: ignore[arg-type]
-            for t in (key, value)
-        )
-        return super().append(sequences, key, value, lengths=lengths, tokens=tokens)
+        compared = self._changes.compared
+        try:
+            key, value = (
+                [self.own_heads(rows) for rows in t] if isinstance(t, (list, tuple)) else self.own_heads(t)  # type: ignore[arg-type]
+                for t in (key, value)
+            )
+            return super().append(sequences, key, value, lengths=lengths, tokens=tokens)
+        except Exception as error:
+            if self._changes.compared == compared:  # others extend, and wait
+                self.check({"call": "append"}, error)
+            raise
+
+    # -- changes of sequences ------------------------------------------------------------------------------------------
+    @property
+    def changes(self) -> str:
+        """How sequences were changed so far, in a line, for ranks to compare with the next step or call."""
+        return str(self._changes)
+
+    def allocate(self, tokens: Iterable[int] | None = None, *, salt: Hashable = None) -> int:
+        """As of other caches."""
+        made = super().allocate(tokens, salt=salt)
+        self._changes.add("allocate", made, self.length(made), beside=self._sequences[made].tokens)
+        return made
+
+    def free(self, sequence: int) -> None:
+        """As of other caches."""
+        super().free(sequence)
+        self._changes.add("free", sequence)
+
+    def fork(self, sequence: int) -> int:
+        """As of other caches."""
+        made = super().fork(sequence)
+        self._changes.add("fork", sequence, made)
+        return made
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """As of other caches."""
+        super().truncate(sequence, length)
+        self._changes.add("truncate", sequence, length)
+
+    def swap_out(self, sequence: int) -> None:
+        """As of other caches."""
+        super().swap_out(sequence)
+        self._changes.add("swap_out", sequence)
+
+    def swap_in(self, sequence: int) -> None:
+        """As of other caches."""
+        super().swap_in(sequence)
+        self._changes.add("swap_in", sequence)
+
+    def _close(self, step: Step, keeps: bool) -> None:
+        super()._close(step, keeps)
+        self._changes.add("commit" if keeps else "cancel", *step.sequences)
+
+    # -- what ranks tell each other ------------------------------------------------------------------------------------
+    def kept(self, dim: str, what: str) -> AbstractContextManager[None]:
+        """Around what ranks of one dimension send each other."""
+        return kept(self._agreements.get(dim), what)
+
+    @contextmanager
+    def _made_by_all(self) -> Iterator[None]:
+        """Around what makes the cache: where one rank makes none, others hear of it."""
+        try:
+            yield
+        except Exception as error:
+            self.check({"cache": type(self).__name__}, error)
+            raise
+        self._agree_on_sizes()
 
     def check(self, told: Mapping[str, str], problem: Exception | None) -> None:
         """Raise WeftError on all ranks where they differ in what they are told, or where one has a problem."""
-        for agreement in self._agreements:
+        self._changes.compared += 1
+        for agreement in self._agreements.values():
             try:
                 agreement.check(told, problem)
             except WeftError as error:  # the ranks of the other dimension hear of it, too
@@ -355,14 +479,15 @@ class ShardedPagedCache(_Sharded, PagedCache):
         device: torch.device | str = "cpu", scale: Scale | None = None, k_descale: Given = None,
         v_descale: Given = None, rope_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        kv_heads = self._divide(heads, sequence, agree, kv_heads)
-        page = 16 * self.share.ranks if page is None else page
-        super().__init__(
-            blocks, layers=layers, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, latent=latent, page=page,
-            dtype=dtype, device=device, scale=scale, k_descale=self._own_descale(k_descale),
-            v_descale=self._own_descale(v_descale), rope_dtype=rope_dtype,
-        )  # fmt: skip
-        self._agree_on_sizes()
+        self._meet(heads, sequence, agree)
+        with self._made_by_all():
+            kv_heads = self._divide(kv_heads)
+            page = 16 * self.share.ranks if page is None else page
+            super().__init__(
+                blocks, layers=layers, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, latent=latent,
+                page=page, dtype=dtype, device=device, scale=scale, k_descale=self._own_descale(k_descale),
+                v_descale=self._own_descale(v_descale), rope_dtype=rope_dtype,
+            )  # fmt: skip
 
 
 class ShardedDenseCache(_Sharded, DenseCache):
@@ -380,18 +505,19 @@ class ShardedDenseCache(_Sharded, DenseCache):
         scale: Scale | None = None, k_descale: Given = None, v_descale: Given = None,
         rope_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        kv_heads = self._divide(heads, sequence, agree, kv_heads)
-        if is_size(capacity) and capacity % self.share.ranks:
-            raise WeftError(
-                f"ShardedDenseCache: capacity: expected a multiple of the {self.share.ranks} ranks of sequence=, got "
-                f"{capacity}"
-            )
-        super().__init__(
-            sequences, capacity, layers=layers, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
-            latent=latent, dtype=dtype, device=device, scale=scale, k_descale=self._own_descale(k_descale),
-            v_descale=self._own_descale(v_descale), rope_dtype=rope_dtype,
-        )  # fmt: skip
-        self._agree_on_sizes()
+        self._meet(heads, sequence, agree)
+        with self._made_by_all():
+            kv_heads = self._divide(kv_heads)
+            if is_size(capacity) and capacity % self.share.ranks:
+                raise WeftError(
+                    f"ShardedDenseCache: capacity: expected a multiple of the {self.share.ranks} ranks of sequence=, "
+                    f"got {capacity}"
+                )
+            super().__init__(
+                sequences, capacity, layers=layers, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
+                latent=latent, dtype=dtype, device=device, scale=scale, k_descale=self._own_descale(k_descale),
+                v_descale=self._own_descale(v_descale), rope_dtype=rope_dtype,
+            )  # fmt: skip
 
 
 def _group(name: str, option: str, given: Any) -> Group:

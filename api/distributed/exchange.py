@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .collectives import under_way
 from .rows import Run, Runs, common, count, places
 from .shardplan import ShardPlan
 
@@ -114,12 +115,14 @@ class _Swap:
         for there, part in zip(self.sent.split([part.numel() for part in parts]), parts):
             there.view(part.shape).copy_(part)
         self.received = like.new_empty(sum(sizes))
-        self.work = dist.all_to_all_single(self.received, self.sent, sizes, given, group=route.group, async_op=True)
+        with under_way():
+            self.work = dist.all_to_all_single(self.received, self.sent, sizes, given, group=route.group, async_op=True)
 
     def wait(self) -> Sequence[Tensor]:
         """What each rank has sent."""
         if self.work is not None:
-            self.work.wait()
+            with under_way():
+                self.work.wait()
             self.work = None
             del self.sent
         return self.received.split(self.sizes) if self.received.numel() or self.sizes else [self.received]

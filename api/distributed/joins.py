@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..merging import far_lse_and_shares
-from .collectives import all_gather
+from .collectives import all_gather, under_way
 
 _ALIGNED = 16  # bytes
 MOST_GATHERED = 1 << 20  # bytes of a rank's result that all others get whole
@@ -71,7 +71,8 @@ def _of_parts(group: Group, parts: Sequence[Tensor], wants_lse: bool) -> list[Te
         for own, rows_of_rank in zip(room, part.split(each)):
             own[: len(rows_of_rank)].copy_(rows_of_rank)
     received = sent.like(ranks)
-    dist.all_to_all_single(received.bytes, sent.bytes, group=group.group)
+    with under_way():
+        dist.all_to_all_single(received.bytes, sent.bytes, group=group.group)
     own = _of_all(received.tensors, wants_lse)
     return [whole.flatten(0, 1)[:rows] for whole in _gathered(group, own)]
 

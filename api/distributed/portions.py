@@ -19,6 +19,7 @@ from ..merging import far_lse_and_shares, lse_and_shares
 from ..runtime.call import MAIN, BackwardCall, Call, Choices, Dense, Packed, Sequences
 from ..runtime.ops.library import as_read
 from ..runtime.run.variant import Variant, variant_of
+from .collectives import all_reduce
 from .latent import Keys
 from .pieces import Pieces
 from .placed import names_beside, placed, without_sink
@@ -220,7 +221,7 @@ class OperandSums:
     def result(self, group: Any) -> dict[str, Tensor]:
         """By name, summed over ranks."""
         for total in self.sums.values():
-            torch.distributed.all_reduce(total, group=group)
+            all_reduce(total, group)
         return {n: t.to(self.tensors[n].dtype) for n, t in self.sums.items()}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -50,6 +51,13 @@ def decisive_tensors(attention: Attention) -> frozenset[str]:
     return frozenset(p.name for p in attention.canonical.parameters if isinstance(p, TensorOperand) and p.name in read)
 
 
+def told_of(given: Mapping[str, Any], names: Iterable[str]) -> str:
+    """A sum of the bytes of each of these that is a tensor."""
+    tensors = {n: given[n].detach().cpu().contiguous() for n in sorted(names) if isinstance(given[n], Tensor)}
+    sums = {n: zlib.crc32(t.view(-1).view(torch.uint8).numpy()) for n, t in tensors.items() if t.numel()}
+    return repr(sums) if sums else ""
+
+
 class Sight:
     """What queries of a variant see in calls of these sizes.
 
@@ -92,6 +100,13 @@ class Sight:
         read = {n for line in self.facts.kv_tiles.body for n in names(line.value)}
         looked_at = {o.name for o in self._read_by_mask} if self.measures else set()
         return frozenset((read | looked_at) & self.given.keys())
+
+    @cached_property
+    def told(self) -> str:
+        """What tensors that were looked at say, for ranks to compare: where documents start, or a sum of the bytes."""
+        if self._documents is not None and self.measures:
+            return repr(self._documents)
+        return told_of(self.given, self.stands_on)
 
     @cached_property
     def _read_by_mask(self) -> list[Any]:
@@ -331,6 +346,11 @@ class PackedSight:
         self._any = of(max(1, sizes.q_len), 0)  # whose tile program is that of all
         self._of = lambda n: of(starts[n + 1] - starts[n], n if by_number else 0)
         self.stands_on = self._of(0).stands_on if len(starts) > 1 else frozenset[str]()
+
+    @cached_property
+    def told(self) -> str:
+        """As of Sight."""
+        return told_of(self.given, self.stands_on)
 
     def _inside(self, run: Run) -> Iterator[tuple[int, int, Run]]:
         """Sequences that have rows in a run: number, first row, and those rows counted from it."""

@@ -13,7 +13,7 @@ from ..ir.errors import second_derivative
 from ..runtime.call import Call, Choices
 from ..runtime.options import Form
 from ..runtime.run.variant import Variant
-from .collectives import in_gradients
+from .agreement import Agreement, backwards, kept
 from .exchange import AtHand, Fetch, Return, Route, Tensors
 from .latent import Keys, Projections
 from .portions import (
@@ -39,6 +39,7 @@ class Place(NamedTuple):
     rank: int  # of those between which keys travel
     group: Any  # these
     every: Any  # all ranks of the call: gradients of operands are summed over them
+    agreement: Agreement | None = None  # of all these, where they compare what they call
 
 
 class State(NamedTuple):
@@ -60,7 +61,8 @@ class State(NamedTuple):
 
 def attended(state: State, query: Tensor, keys: Tensors, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """out [B, Hq, rows, Dv] of a rank's queries, and lse. keys: its own rows. operands: those that state names."""
-    found: tuple[Tensor, Tensor] = _Sharded.apply(state, query, *keys, *operands)
+    with kept(state.place.agreement, f"the forward of {state.plan.attention.name}"):
+        found: tuple[Tensor, Tensor] = _Sharded.apply(state, query, *keys, *operands)
     return found
 
 
@@ -146,7 +148,7 @@ class _Sharded(torch.autograd.Function):
     def forward(ctx: Any, state: State, *tensors: Tensor) -> Any:
         work = _Work(state, tensors)
         done = Joined(work.query, work.width, work.parts, work.most.of_queries)
-        kept: list[AtHand | None] = []
+        at_hands: list[AtHand | None] = []
         fetch = work.routes[0].start(work.keys)
         for step in range(len(work.routes)):
             at_hand = fetch.wait()
@@ -154,43 +156,56 @@ class _Sharded(torch.autograd.Function):
                 fetch = work.routes[step + 1].start(work.keys)
             for portion, variant, call in work.calls(step, at_hand.rows, work.read(at_hand)):
                 done.add(work.rows(portion), *variant.forward(call))
-            kept.append(at_hand if state.plan.keeps else None)
+            at_hands.append(at_hand if state.plan.keeps else None)
         for portion, variant, call in work.sinks():
             done.add(work.rows(portion), *variant.forward(call))
         out, lse = done.result()
-        ctx.state, ctx.kept, ctx.is_far = state, kept, done.is_far
+        ctx.state, ctx.kept, ctx.is_far = state, at_hands, done.is_far
+        ctx.backwards = backwards(state.place.agreement, str(state.plan.attention.name))
         ctx.save_for_backward(out, lse, *tensors)
         ctx.set_materialize_grads(False)
         return out, lse.sum(0) if done.is_far else lse
 
     @staticmethod
-    @in_gradients
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        state: State = ctx.state
+        problem: Exception | None = None
         if torch.is_grad_enabled():
-            raise second_derivative(str(state.plan.attention.name))
-        out, lse, *tensors = ctx.saved_tensors
-        wanted = frozenset(n for n, need in zip(state.every, ctx.needs_input_grad[1:]) if need)
-        query, learned = tensors[0], {n: t for n, t in zip(state.every, tensors) if n in wanted and n in state.names}
-        # gradients of operands are sums over portions and ranks, which are rounded once, at the end
-        exactly = [t.to(torch.promote_types(t.dtype, wide(query))) if n in learned and n not in ("uk", "uv") else t
-                   for n, t in zip(state.every, tensors)]  # fmt: skip
-        work = _Work(state, exactly)
-        dout = torch.zeros_like(out) if dout is None else dout
-        if dlse is not None and ctx.is_far:  # kernels read the gradient of either statistic
-            dlse = dlse.expand(2, *dlse.shape)
-        found = _Backward(work, Given(out, lse, dout, dlse), wanted, OperandSums(query, learned))
-        ahead: Fetch | None = None
-        order = [*range(1, len(work.routes)), 0]  # others' keys first: gradients travel while its own are computed
-        for n, step in enumerate(order):
-            at_hand = ctx.kept[step]
-            if at_hand is None:
-                at_hand = (ahead or work.routes[step].start(work.keys)).wait()
-                ahead = work.routes[order[n + 1]].start(work.keys) if n + 1 < len(order) else None
-            found.step(step, at_hand)
-            del at_hand  # its memory is free while the next step computes
-        gradients_of = found.result(state)
-        return None, *(gradients_of[n] if n in wanted else None for n in state.every)
+            problem = second_derivative(str(ctx.state.plan.attention.name))
+        try:
+            saved = ctx.saved_tensors
+        except RuntimeError as error:  # of autograd, as where they are freed already
+            problem = problem or error
+        with ctx.backwards.of("keys that travel", problem):
+            return None, *_gradients(ctx, saved, dout, dlse)
+
+
+def _gradients(
+    ctx: Any, saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None
+) -> Iterator[Tensor | None]:  # fmt: skip
+    """Of all tensors of a call."""
+    state: State = ctx.state
+    out, lse, *tensors = saved
+    wanted = frozenset(n for n, need in zip(state.every, ctx.needs_input_grad[1:]) if need)
+    query, learned = tensors[0], {n: t for n, t in zip(state.every, tensors) if n in wanted and n in state.names}
+    # gradients of operands are sums over portions and ranks, which are rounded once, at the end
+    exactly = [t.to(torch.promote_types(t.dtype, wide(query))) if n in learned and n not in ("uk", "uv") else t
+               for n, t in zip(state.every, tensors)]  # fmt: skip
+    work = _Work(state, exactly)
+    dout = torch.zeros_like(out) if dout is None else dout
+    if dlse is not None and ctx.is_far:  # kernels read the gradient of either statistic
+        dlse = dlse.expand(2, *dlse.shape)
+    found = _Backward(work, Given(out, lse, dout, dlse), wanted, OperandSums(query, learned))
+    ahead: Fetch | None = None
+    order = [*range(1, len(work.routes)), 0]  # others' keys first: gradients travel while its own are computed
+    for n, step in enumerate(order):
+        at_hand = ctx.kept[step]
+        if at_hand is None:
+            at_hand = (ahead or work.routes[step].start(work.keys)).wait()
+            ahead = work.routes[order[n + 1]].start(work.keys) if n + 1 < len(order) else None
+        found.step(step, at_hand)
+        del at_hand  # its memory is free while the next step computes
+    gradients_of = found.result(state)
+    return (gradients_of[n] if n in wanted else None for n in state.every)
 
 
 class _Backward:

@@ -161,6 +161,7 @@ class ShardPlan:
     def told(self) -> str:
         """The plan in a line, for ranks to compare."""
         sizes, made_of = self.sizes, [self.sizes, self.q_offset, self.ranks, self.strategy, self.queries, self.keys]
+        made_of += [self.starts, self.sight.told]
         if self.divides_both:
             made_of += [self.shares, self.of_some_heads.told]
         else:

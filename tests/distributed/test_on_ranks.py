@@ -35,9 +35,9 @@ def _gone(rank: int) -> list[str]:
     return []
 
 
-def _without_a_backward(rank: int, strategy: str) -> list[str]:
+def _without_a_backward(rank: int, strategy: str, agree: bool) -> list[str]:
     """Rank 1 ends in place of a backward."""
-    cp = weft.distributed.ContextParallel()
+    cp = weft.distributed.ContextParallel(agree=agree)
     variant = weft.Attention(mask=weft.masks.causal, name="causal")
     plan = cp.plan(variant, batch=1, heads=2, length=8, head_dim=4, dtype="fp32", strategy=strategy)
     out = cp.attention(variant, *(torch.randn(1, 2, 4, 4, requires_grad=True) for _ in "qkv"), plan=plan)
@@ -45,15 +45,18 @@ def _without_a_backward(rank: int, strategy: str) -> list[str]:
         return []
     try:
         out.sum().backward()
-    except RuntimeError as error:
-        return getattr(error, "__notes__", [])
+    except (RuntimeError, weft.WeftError) as error:
+        return [str(error), *getattr(error, "__notes__", [])]
     return ["a backward of one rank"]
 
 
-@pytest.mark.parametrize("strategy", ["ring", "exchange", "heads"])
-def test_a_backward_without_another_rank_says_what_it_waited_for(strategy: str, tmp_path: Path) -> None:
-    said = on_ranks(2, partial(_without_a_backward, strategy=strategy), tmp_path)
-    assert "rank 0 is in a backward over ranks" in said[0] and said[1] == "", said
+@pytest.mark.parametrize(("strategy", "agree"), [("ring", False), ("exchange", True), ("heads", False)])
+def test_a_backward_without_another_rank_says_what_it_waited_for(strategy: str, agree: bool, tmp_path: Path) -> None:
+    said = on_ranks(2, partial(_without_a_backward, strategy=strategy, agree=agree), tmp_path)
+    expected = (
+        "for call 2; rank 1: ended, or does something else" if agree else "rank 0 waits in the backward of causal"
+    )
+    assert expected in said[0] and said[1] == "", said
 
 
 def test_all_ranks_say_where_they_wait(tmp_path: Path) -> None:

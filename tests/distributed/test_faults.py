@@ -1,0 +1,216 @@
+"""A rank that does something else than the others is an error on all, which says which one and what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import weft
+from weft import masks
+from weft.distributed import ContextParallel, ShardedPagedCache, ShardPlan
+from weft.runtime.run.variant import Variant
+
+from .on_ranks import on_ranks
+
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package"),
+    pytest.mark.filterwarnings("ignore"),  # of torch's own start of processes
+]
+RANKS, ODD, LENGTH = 3, 1, 24
+CAUSAL = weft.Attention(mask=masks.causal, name="causal")
+DOCUMENTS = weft.Attention(mask=masks.document(weft.tensor("doc", 1, int)), name="documents")
+SIZES: dict[str, Any] = {"batch": 1, "heads": 3, "length": LENGTH, "head_dim": 8, "dtype": "fp32"}
+CACHE: dict[str, Any] = {"kv_heads": 3, "head_dim": 8, "dtype": torch.float32}
+
+
+class Rank:
+    """One of the ranks, and what was wrong with what it heard."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.is_odd, self.wrong = rank, rank == ODD, list[str]()
+        self.group, *self.hasty = (
+            dist.new_group(list(range(RANKS)), timeout=timedelta(seconds=n)) for n in (60.0, 2.0, 2.0, 2.0)
+        )
+
+    def told(self, expected: str, call: Callable[[], object], own: str | None = None) -> None:
+        """own: what the odd rank hears, where that differs."""
+        wanted = own if own is not None and self.is_odd else expected
+        try:
+            call()
+        except (RuntimeError, ValueError, MemoryError) as error:
+            text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+            if wanted not in text:
+                self.wrong.append(f"rank {self.rank}: expected {wanted!r}, got {text}")
+        else:
+            self.wrong.append(f"rank {self.rank}: {wanted!r} was not said")
+
+    def same(self, what: str, found: Tensor, expected: Tensor) -> None:
+        if not torch.allclose(found, expected, atol=1e-5):
+            self.wrong.append(f"rank {self.rank}: {what} differs by {(found - expected).abs().max()}")
+
+
+def _drawn(learns: bool = False) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(1, 3, LENGTH, 8, generator=generator).requires_grad_(learns) for _ in range(3)]
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+def _calls(here: Rank) -> None:
+    """What differs before a call."""
+    cp, is_odd = ContextParallel(here.group), here.is_odd
+    plan = cp.plan(CAUSAL, **SIZES, strategy="ring")
+    q, k, v = (cp.shard(t, plan) for t in _drawn())
+    others = f"rank {ODD} cannot make this call: "
+    none = "causal: plan: expected a ShardPlan, as cp.plan makes it, got NoneType"
+    here.told(others + none, lambda: cp.attention(CAUSAL, q, k, v, plan=None if is_odd else plan), none)  # type: ignore[arg-type]
+    unknown = "target: expected one of hopper"
+    here.told(others, lambda: cp.attention(CAUSAL, q, k, v, plan=plan, target="gpu" if is_odd else None), unknown)
+    here.told(f"options: rank {ODD}: target=interpret, deterministic=None; others: target=None",
+              lambda: cp.attention(CAUSAL, q, k, v, plan=plan, target="interpret" if is_odd else None))  # fmt: skip
+    packed = [cp.plan(CAUSAL, **SIZES, strategy="gather", cu_seqlens=s) for s in ([0, 4, 24], [0, 5, 24])]
+    here.told(f"plan: rank {ODD}: gather", lambda: cp.attention(CAUSAL, q, k, v, plan=packed[is_odd]))
+    docs = [(torch.arange(LENGTH) >= n).long() for n in (3, 4)]
+    looked = [cp.plan(DOCUMENTS, **SIZES, strategy="gather", doc=doc) for doc in docs]
+    here.told(
+        f"plan: rank {ODD}: gather", lambda: cp.attention(DOCUMENTS, q, k, v, plan=looked[is_odd], doc=docs[is_odd])
+    )
+    here.told(others, lambda: cp.unshard(q, plan, of="query" if is_odd else "queries"), "of: expected 'queries' or")
+    here.told(others, lambda: cp.unshard(q, plan, dim=7 if is_odd else 2), "expected a tensor with a dimension 7")
+    here.told(f"tensor: rank {ODD}: [1, 3, 8] float64", lambda: cp.unshard(q.double() if is_odd else q, plan))
+
+
+def _backwards(here: Rank) -> None:
+    """Backward passes in another order, with other gradients, or not at all."""
+    cp, is_odd = ContextParallel(here.group), here.is_odd
+    tensors = _drawn(learns=True)
+    right = torch.autograd.grad(CAUSAL(*tensors, return_lse=True)[0].sum(), tensors)
+
+    def called(plan: ShardPlan, **more: Any) -> tuple[Any, list[Tensor]]:
+        shards = [cp.shard(t.detach(), plan).requires_grad_() for t in tensors]
+        return cp.attention(CAUSAL, *shards, plan=plan, **more), shards
+
+    for strategy in ("ring", "heads"):
+        plan = cp.plan(CAUSAL, **SIZES, strategy=strategy)
+        outs = [called(plan)[0].sum() for _ in range(2)]
+        here.told(f"backward: rank {ODD}: causal of call", outs[is_odd].backward)
+        again = partial(called, plan) if is_odd else called(plan)[0].sum().backward
+        if is_odd:
+            called(plan)
+        here.told(f"call: rank {ODD}: variant causal (", again)
+        (out, lse), shards = called(plan, return_lse=True)  # the odd rank makes no use of lse, and that is no mistake
+        (out.sum() + (0.0 if is_odd else 0.0 * lse.sum())).backward()
+        for t, gradient in zip(shards, right):
+            here.same(f"{strategy}: a gradient", t.grad, cp.shard(gradient, plan))  # type: ignore[arg-type]
+    out, _ = called(cp.plan(CAUSAL, **SIZES, strategy="ring"))
+    loss = out.sum()
+    loss.backward(retain_graph=not is_odd)
+    here.told(f"rank {ODD} cannot make this call: ", loss.backward, "Trying to backward through the graph a second")
+
+
+# -- ranks that do not come ------------------------------------------------------------------------------------------
+def _absent(here: Rank) -> None:
+    """One that fails within a call, or calls nothing: others wait until the timeout of the group, and say for whom."""
+
+    contexts = [ContextParallel(group) for group in here.hasty[:2]]
+    forward = Variant.forward
+
+    def called(cp: ContextParallel) -> Tensor:
+        plan = cp.plan(CAUSAL, **SIZES, strategy="ring")
+        out: Tensor = cp.attention(CAUSAL, *(cp.shard(t, plan).requires_grad_() for t in _drawn()), plan=plan)
+        return out
+
+    def fails(variant: Any, call: Any) -> Any:
+        raise MemoryError("no memory")
+
+    if here.is_odd:
+        Variant.forward = fails  # type: ignore[method-assign]
+    failed = f"rank {ODD} failed in the forward of causal, call 1: MemoryError: no memory"
+    here.told(failed, lambda: called(contexts[0]), "no memory")
+    Variant.forward = forward  # type: ignore[method-assign]
+    dist.barrier()
+    out = called(contexts[1])
+    if here.is_odd:
+        time.sleep(4.0)
+    else:
+        here.told(f"for call 2; rank {ODD}: ended, or does something else", out.sum().backward)
+    dist.barrier()
+    if here.is_odd:
+        time.sleep(4.0)
+    else:
+        here.told(f"ContextParallel: rank {here.rank} did not meet all 3 ranks of its group within 2 s, each of which "
+                  f"has to make one; rank {ODD}: ended", lambda: ContextParallel(here.hasty[2]))  # fmt: skip
+
+
+# -- caches ----------------------------------------------------------------------------------------------------------
+def _caches(here: Rank, dim: str) -> None:
+    """Sequences that were changed otherwise, other steps, and ranks that make no cache."""
+    is_odd, others = here.is_odd, f"rank {ODD} cannot make this call: "
+
+    def made(**more: Any) -> ShardedPagedCache:
+        page = 12 if dim == "sequence" else 8
+        return ShardedPagedCache(16, **{dim: here.group}, page=page, **{**CACHE, **more})
+
+    here.told(others, lambda: made(kv_heads=4 if is_odd else 3, head_dim=8 - 8 * is_odd), "expected")
+    cache = made()
+    key = torch.randn(1, 3, 20, 8, generator=torch.Generator().manual_seed(1))
+    query = cache.shard(key[:, :, :1])
+    ids = list(range(20))
+    a, b = cache.allocate(), cache.allocate()
+    for n, sequence in enumerate((a, b)):
+        cache.append([sequence], key[:, :, :20], key[:, :, :20], tokens=[[t + 100 * n for t in ids]])
+    word = f"rank {ODD}: "
+
+    def attend(sequence: int) -> Callable[[], object]:
+        return lambda: cache.view([sequence]).attend(0, CAUSAL, query)
+
+    here.told(f"step: {word}read only, 0 layers appended, 1: 20 + 0", attend(b if is_odd else a))
+    here.told(others, lambda: cache.append([a], key[:, :, :2], None if is_odd else key[:, :, :2]), "append: ")
+    with cache.extend([a], [1]) as step:
+        if not is_odd:
+            step.append(0, *[key[:, :, :1]] * 2)
+        here.told(f"step: {word}open, 0 layers appended", lambda: step.attend(0, CAUSAL, query))
+        step.append(0, *[key[:, :, :1]] * 2)
+    here.told("call: rank", lambda: cache.extend([a], [1]) if is_odd else attend(a)())
+    if dim == "heads":
+        here.told(f"out: {word}[1, 1, 1, 8] float64", lambda: cache.unshard(query.double() if is_odd else query))
+        here.told(others, lambda: cache.unshard(None if is_odd else query), "unshard: out: expected a tensor")  # type: ignore[arg-type]
+        here.told(f"call: {word}call unshard", lambda: cache.unshard(query) if is_odd else attend(a)())
+    here.same("after mistakes", attend(a)(), attend(a)())  # type: ignore[arg-type]
+    prompts = [[t + 100 * n for t in ids] for n in (0, 1)]
+    of_equal_length: list[tuple[str, Callable[[], object]]] = [  # the next step alone would not tell them apart
+        ("fork", lambda: cache.fork(b if is_odd else a)), ("allocate", lambda: cache.allocate(prompts[is_odd])),
+        ("swap_out", lambda: (cache.swap_out(b if is_odd else a), cache.swap_in(b if is_odd else a))),
+    ]  # fmt: skip
+    for what, change in of_equal_length:  # of the cache that these names mean now
+        cache = made()
+        a, b = cache.allocate(), cache.allocate()
+        for n, sequence in enumerate((a, b)):
+            cache.append([sequence], key[:, :, :20], key[:, :, :20], tokens=[prompts[n]])
+        change()
+        here.told(f"changes: {word}", lambda: cache.extend([a], [1]))  # noqa: B023
+        if cache.length(a) != 20:
+            here.wrong.append(f"{what}: a step that ranks did not agree on is left open")
+
+
+def _work(rank: int) -> list[str]:
+    here = Rank(rank)
+    _calls(here)
+    _backwards(here)
+    for dim in ("sequence", "heads"):
+        _caches(here, dim)
+    _absent(here)
+    return here.wrong
+
+
+def test_each_fault_of_a_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    wrong = on_ranks(RANKS, _work, tmp_path, limit=240.0)
+    assert not any(wrong), "\n".join(wrong)
