@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,6 +46,8 @@ class Route:
             plan.received(r, s) for r in ranks for s in plan.steps(r)[step] if r != s
         )  # by any rank: all take part, or none
         self.kept = common(self.own, self.rows)  # a rank's own rows that it computes in this step
+        # where these lie among its own, and among those of the step: neighbours in both as one run
+        self.kept_at = list(_together(zip(places(self.kept, self.own), places(self.kept, self.rows))))
 
     # -- there -------------------------------------------------------------------------------------------------------
     def start(self, own: Tensors) -> Fetch:
@@ -54,11 +56,19 @@ class Route:
         return Fetch(self, own, _Swap(sent, [count(runs) * _of_row(own) for runs in self.gets], own[0], self))
 
     # -- and back ----------------------------------------------------------------------------------------------------
-    def give_back(self, found: Tensors) -> Return:
-        """Begin to send gradients of the rows of this step to their owners. They lie as the rows did."""
-        sent = [_taken(found, places(runs, self.rows)) for runs in self.gets]
-        sizes = [count(runs) * _of_row(found) for runs in self.gives]
-        return Return(self, found, _Swap(sent, sizes, found[0], self))
+    def give_back(self, found: Sequence[Sum], sums: Sequence[Sum]) -> Return:
+        """Begin to send gradients of the rows of this step to their owners. They lie as the rows did.
+
+        sums: of this rank's own rows, to which what it has itself is added at once, so that nothing else is kept.
+        """
+        for here, there in self.kept_at:
+            for total, own in zip(sums, found):
+                for (first, end), part in own.parts(there):
+                    total.add((here[0] + first - there[0], here[0] + end - there[0]), part)
+        sent = [[total.result(run) for run in places(runs, self.rows) for total in found] for runs in self.gets]
+        like = tuple(total.result((0, 0)) for total in found)  # no rows
+        sizes = [count(runs) * _of_row(like) for runs in self.gives]
+        return Return(self, like, _Swap(sent, sizes, like[0], self))
 
 
 class Fetch:
@@ -86,19 +96,18 @@ class Fetch:
 
 
 class Return:
-    """Gradients that are under way."""
+    """Gradients that are under way. like: tensors with as many heads and columns."""
 
-    def __init__(self, route: Route, found: Tensors, swap: _Swap) -> None:
-        self.route, self.found, self.swap = route, found, swap
+    def __init__(self, route: Route, like: Tensors, swap: _Swap) -> None:
+        self.route, self.like, self.swap = route, like, swap
 
     def add_to(self, sums: Sequence[Sum]) -> None:
-        """Add what has come, and what this rank had itself, to gradients of its own rows."""
+        """Add what has come to gradients of this rank's own rows."""
         route = self.route
-        for here, there in zip(places(route.kept, route.own), places(route.kept, route.rows)):
-            _add(sums, here, tuple(t[:, :, there[0] : there[1]] for t in self.found))
         for runs, part in zip(route.gives, self.swap.wait()):
-            for here, found in zip(places(runs, route.own), _given(part, runs, self.found)):
-                _add(sums, here, found)
+            for here, found in zip(places(runs, route.own), _given(part, runs, self.like)):
+                for total, rows in zip(sums, found):
+                    total.add(here, rows)
 
 
 class _Swap:
@@ -125,7 +134,23 @@ class _Swap:
                 self.work.wait()
             self.work = None
             del self.sent
-        return self.received.split(self.sizes) if self.received.numel() or self.sizes else [self.received]
+        received = self.received
+        del self.received  # it lives as long as whoever asked keeps it
+        return received.split(self.sizes) if received.numel() or self.sizes else [received]
+
+
+def _together(pairs: Iterable[tuple[Run, Run]]) -> Iterator[tuple[Run, Run]]:
+    """Runs here and there, where neighbours in both become one."""
+    known: tuple[Run, Run] | None = None
+    for here, there in pairs:
+        if known is not None and (known[0][1], known[1][1]) == (here[0], there[0]):
+            known = (known[0][0], here[1]), (known[1][0], there[1])
+            continue
+        if known is not None:
+            yield known
+        known = here, there
+    if known is not None:
+        yield known
 
 
 def _of_row(tensors: Tensors) -> int:
@@ -149,8 +174,3 @@ def _given(part: Tensor, runs: Runs, like: Tensors) -> list[Tensors]:
         found.append(tuple(piece.view(shape) for piece, shape in zip(pieces, shapes)))
         place += sum(sizes)
     return found
-
-
-def _add(sums: Sequence[Sum], run: Run, parts: Tensors) -> None:
-    for total, part in zip(sums, parts):
-        total.add(run, part)

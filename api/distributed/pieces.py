@@ -42,10 +42,14 @@ class Pieces:
         if len(self.found) != 1 or self.found[0][0] != (0, rows):
             return None
         parts = self.found[0][1]
-        fill = all(part.untyped_storage().nbytes() == part.numel() * part.element_size() for part in parts)
-        return parts if fill else None
+        return parts if all(map(fills, parts)) else None
 
     def _cut(self, parts: Parts, of: Run, run: Run) -> Parts:
         if of == run:
             return parts
         return tuple(part.narrow(axis, run[0] - of[0], run[1] - run[0]) for part, axis in zip(parts, self.axes))
+
+
+def fills(tensor: Tensor) -> bool:
+    """Whether it is no part of a larger one, whose memory it would keep."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -21,9 +21,9 @@ from ..runtime.ops.library import as_read
 from ..runtime.run.variant import Variant, variant_of
 from .collectives import all_reduce
 from .latent import Keys
-from .pieces import Pieces
+from .pieces import Pieces, fills
 from .placed import names_beside, placed, without_sink
-from .rows import Run, Runs, common, depth, places
+from .rows import Run, Runs, common, depth, joined, places, without
 from .shardplan import ShardPlan
 
 
@@ -182,25 +182,78 @@ def wide(tensor: Tensor) -> torch.dtype:
 
 
 class Sum:
-    """A sum over portions of gradients [B, H, rows, width], in the dtype of `like`.
+    """A sum over portions of gradients [B, H, rows, width], in the dtype of `like`, which it is the gradient of.
 
-    most: how many parts a row has, at most. Two are added as they are; more are summed in float32.
+    most: how many parts a row has, at most. Two are added as they are; of more the rows that they share are summed in
+    float32. among: rows outside of which no part has any; all where not given. A first part that has all of these is
+    taken as it is, and else they alone take memory.
     """
 
-    def __init__(self, like: Tensor, most: int) -> None:
-        self.like, self.pieces, self.keeps_wide = like, Pieces(-2), most > 2
+    def __init__(self, like: Tensor, most: int, among: Run | None = None) -> None:
+        self.like, self.keeps_wide = like.new_empty(0), most > 2  # without the memory
+        self.heads, self.rows, self.columns = like.shape[:2], like.shape[2], like.shape[3]
+        self.among = (0, self.rows) if among is None else among
+        self.whole: Tensor | None = None  # these rows
+        self.filled: Runs = ()
+        self.wide = Pieces(-2)  # rows of more than one part, where those are summed in float32
 
     def add(self, rows: Run, part: Tensor) -> None:
         """Add a part in these rows."""
-        part = part.to(wide(part), copy=True) if self.keeps_wide else part
-        for (so_far,), (more,) in self.pieces.put(rows, (part,)):
+        if self.whole is None and rows == self.among and fills(part):
+            self.whole, self.filled = part, joined((rows,))
+            return
+        if self.whole is None:
+            self.whole = part.new_empty((*part.shape[:2], self.among[1] - self.among[0], part.shape[3]))
+        for run in without((rows,), self.filled):
+            self._at(run).copy_(_cut(part, run, rows))
+        for run in common((rows,), self.filled):
+            self._add_to_others(run, _cut(part, run, rows))
+        self.filled = joined((*self.filled, rows))
+
+    def _add_to_others(self, rows: Run, part: Tensor) -> None:
+        if not self.keeps_wide:
+            self._at(rows).add_(part)
+            return
+        for run in without((rows,), joined(run for run, _ in self.wide.found)):
+            self.wide.put(run, (self._at(run).to(wide(part), copy=True),))
+        for (so_far,), (more,) in self.wide.put(rows, (part,)):
             so_far.add_(more)
 
-    def result(self) -> Tensor:
-        """In the dtype of what it is the gradient of."""
-        if not self.keeps_wide and (found := self.pieces.alone(self.like.shape[2])) is not None:
-            return found[0].to(self.like.dtype)
-        return self.pieces.whole((torch.zeros_like(self.like),))[0]
+    def _at(self, rows: Run) -> Tensor:
+        assert self.whole is not None
+        return _cut(self.whole, rows, self.among)
+
+    def parts(self, rows: Run) -> Iterator[tuple[Run, Tensor]]:
+        """What there is of these rows, once nothing is added any more: runs that have parts, and the sums of those."""
+        while self.wide.found:
+            run, (part,) = self.wide.found.pop()
+            self._at(run).copy_(part)
+        for run in common((rows,), self.filled):
+            yield run, self._at(run)
+
+    def result(self, rows: Run | None = None) -> Tensor:
+        """These rows, or all, in the dtype of what they are the gradient of; zeros where nothing came."""
+        rows = (0, self.rows) if rows is None else rows
+        found = list(self.parts(rows))
+        if len(found) == 1 and found[0][0] == rows:
+            part = self.whole if rows == self.among and self.whole is not None else found[0][1]
+            return part.to(self.like.dtype)
+        whole = self.like.new_zeros((*self.heads, rows[1] - rows[0], self.columns))
+        for run, part in found:
+            _cut(whole, run, rows).copy_(part)
+        return whole
+
+
+def known(gradient: Tensor) -> Sum:
+    """The sum that this is."""
+    found = Sum(gradient, 1)
+    found.add(found.among, gradient)
+    return found
+
+
+def _cut(tensor: Tensor, rows: Run, of: Run = (0, 0)) -> Tensor:
+    """Rows of a tensor that has those from of[0] on."""
+    return tensor[:, :, rows[0] - of[0] : rows[1] - of[0]]
 
 
 class OperandSums:

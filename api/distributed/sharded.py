@@ -25,6 +25,7 @@ from .portions import (
     Sum,
     given_at,
     gradients,
+    known,
     run_in,
     sink_gradients,
     wide,
@@ -105,9 +106,12 @@ class _Work:
             return self.projections.expanded(*at_hand.tensors)
         return Keys(*at_hand.tensors)
 
-    def calls(self, step: int, rows: Runs, keys: Keys) -> Iterator[tuple[Portion, Variant, Call]]:
+    def calls(
+        self, step: int, rows: Runs, keys: Keys, widest_first: bool = False
+    ) -> Iterator[tuple[Portion, Variant, Call]]:
         """The portions of a step, and how each is called. rows: those of the keys."""
-        for portion in self.parts.portions(self.rank)[step]:
+        portions = self.parts.portions(self.rank)[step]
+        for portion in sorted(portions, key=lambda p: p.keys[0] - p.keys[1]) if widest_first else portions:
             yield portion, *self._call(portion, keys.of(*run_in(portion.keys, rows)))
 
     def sinks(self) -> Iterator[tuple[Portion, Variant, Call]]:
@@ -198,12 +202,14 @@ def _gradients(
     ahead: Fetch | None = None
     order = [*range(1, len(work.routes)), 0]  # others' keys first: gradients travel while its own are computed
     for n, step in enumerate(order):
-        at_hand = ctx.kept[step]
+        at_hand, ctx.kept[step] = ctx.kept[step], None  # a second backward brings them again
         if at_hand is None:
             at_hand = (ahead or work.routes[step].start(work.keys)).wait()
             ahead = work.routes[order[n + 1]].start(work.keys) if n + 1 < len(order) else None
-        found.step(step, at_hand)
-        del at_hand  # its memory is free while the next step computes
+        of_rows = found.step(step, at_hand)
+        del at_hand  # its memory is free before gradients are copied to be sent
+        found.give_back(step, of_rows)
+        del of_rows
     gradients_of = found.result(state)
     return (gradients_of[n] if n in wanted else None for n in state.every)
 
@@ -217,12 +223,15 @@ class _Backward:
         self.of_keys = [Sum(t, work.most.of_own_keys) for t in work.keys]
         self.returns: list[Return] = []
 
-    def step(self, step: int, at_hand: AtHand) -> None:
-        """Gradients of the portions of a step, and those of its keys on their way."""
+    def step(self, step: int, at_hand: AtHand) -> Sequence[Sum]:
+        """Gradients of the portions of a step; those of its keys, as they lie there. Empty where nobody wants them."""
         work, keys = self.work, self.work.read(at_hand)
         asked = work.asked(self.wanted, keys)
-        totals = {n: Sum(t, work.most.of_keys[step]) for n, t in keys.named.items()}
-        for portion, variant, call in work.calls(step, at_hand.rows, keys):
+        runs = [run_in(p.keys, at_hand.rows) for p in work.parts.portions(work.rank)[step]]
+        among = min((run[0] for run in runs), default=0), max((run[1] for run in runs), default=0)
+        totals = {n: Sum(t, work.most.of_keys[step], among) for n, t in keys.named.items()}
+        # gradients of all keys are taken as they are where they come first
+        for portion, variant, call in work.calls(step, at_hand.rows, keys, widest_first=True):
             rows, there = work.rows(portion), run_in(portion.keys, at_hand.rows)
             found = gradients(variant, call, given_at(rows, *self.given), asked)
             self.of_operands.add(found)
@@ -231,10 +240,19 @@ class _Backward:
             for name, total in totals.items():
                 if name in found:
                     total.add(there, found[name])
-        if asked & totals.keys():
-            of_rows, of_projections = work.of_own(at_hand, {n: total.result() for n, total in totals.items()})
-            self.returns.append(work.routes[step].give_back(of_rows))
-            self.of_operands.add(of_projections)
+            del found  # before the next portion has others
+        if not asked & totals.keys():
+            return ()
+        if self.work.projections is None:
+            return tuple(totals.values())
+        of_rows, of_projections = work.of_own(at_hand, {n: total.result() for n, total in totals.items()})
+        self.of_operands.add(of_projections)
+        return tuple(map(known, of_rows))
+
+    def give_back(self, step: int, of_rows: Sequence[Sum]) -> None:
+        """Send gradients of the keys of a step to their owners."""
+        if of_rows:
+            self.returns.append(self.work.routes[step].give_back(of_rows, self.of_keys))
         if len(self.returns) > 1:  # a ring holds gradients of two steps at most
             self.returns.pop(0).add_to(self.of_keys)
 
@@ -243,7 +261,7 @@ class _Backward:
         for portion, variant, call in self.work.sinks():
             given = given_at(self.work.rows(portion), *self.given)
             self.of_operands.add(sink_gradients(variant, call, given, self.wanted))
-        for returned in self.returns:
-            returned.add_to(self.of_keys)
+        while self.returns:
+            self.returns.pop(0).add_to(self.of_keys)
         of_keys = {n: total.result() for n, total in zip(state.every[1:], self.of_keys)}
         return {"query": self.of_query.result(), **of_keys, **self.of_operands.result(state.place.every)}

@@ -221,10 +221,7 @@ class ShardPlan:
 
     def _joining(self, rank: int) -> float:
         """Seconds that it takes to join results over other keys to those over a rank's own."""
-        others = 1
-        if self.strategy == "ring":  # once for each rank that has some of them
-            own = self.keys.rows(rank)
-            others = len({owner for run in without(self.needed(rank), own) for owner in self.keys.owners_of(run)})
+        others = sum(self._sources(rank)) if self.strategy == "ring" else 1  # once for each rank that has some of them
         sizes, besides = self.sizes, self._seen(self._apart(rank)[1])
         rows = sum(end - first for (first, end), _ in besides)
         moved = _JOINED_BYTES * sizes.batch * sizes.heads * sizes.value_dim * rows * others
@@ -286,7 +283,7 @@ class ShardPlan:
     @cached_property
     def predicted(self) -> Predicted:
         """By a simple model: products at the rate that attention kernels reach, rows at that of links, both at once
-        where a step computes while the next one's keys travel."""
+        where a step computes while others' keys, or their gradients, travel."""
         seconds, alone = self._seconds_of_pair, sum(self.pairs) * sum(self._seconds_of_pair)
         if self.strategy == "heads":
             return self._predicted_of_heads(seconds, alone)
@@ -295,21 +292,35 @@ class ShardPlan:
         slowest, busiest, bound = (0.0, 0.0), (0, 0), "products"
         for rank in range(self.ranks):
             inside, beyond = (n * self._of_row for n in self.received_rows(rank))
-            travel = self._travel(rank)
-            hidden = 1.0 if self.strategy == "ring" else self._own_share(rank) if self.overlaps else 0.0
+            compute = [self.pairs[rank] * of_pair for of_pair in seconds]
             joining = self._joining(rank) if self.overlaps else 0.0
-            times = []
-            for n, of_pair in enumerate(seconds):
-                compute = self.pairs[rank] * of_pair
-                moved = travel * (1 + n)  # gradients go the same way back
-                exposed = max(0.0, moved - hidden * compute)
-                times.append(compute + exposed + joining)
-                if exposed > compute and sum(times) >= sum(slowest):
-                    bound = "links between hosts" if beyond / self.links.between > travel / 2 else "links of a host"
+            forward, backward = self._times(rank, *compute)
+            times = forward + joining, backward + joining
             if sum(times) > sum(slowest):
-                slowest = times[0], times[1]
+                waits = any(time > 2 * products for time, products in zip((forward, backward), compute))
+                of_others = beyond / self.links.between > self._travel(rank) / 2
+                slowest, bound = times, _links(of_others) if waits else "products"
             busiest = max(busiest, (inside, beyond), key=sum)
         return Predicted(*slowest, alone, *busiest, bound)
+
+    def _times(self, rank: int, forward: float, backward: float) -> tuple[float, float]:
+        """Seconds of a rank, both ways, from those of its products."""
+        travel, brings = self._travel(rank), 0.0 if self.keeps else self._travel(rank)
+        if not self.overlaps:
+            return travel + forward, brings + backward + travel  # gradients go the same way back
+        share = self._own_share(rank)
+        if self.strategy == "ring":
+            of_others = self._sources(rank)
+            arriving = [t / n if n else 0.0 for t, n in zip(self._travels(rank), of_others)]
+            return (
+                ring_forward(*of_others, *arriving, share * forward, (1 - share) * forward),
+                ring_backward(*of_others, *arriving, share * backward, (1 - share) * backward),
+            )
+        # a backward computes others' keys first, so that their gradients travel while it computes its own
+        return (
+            max(share * forward, travel) + (1 - share) * forward,
+            brings + (1 - share) * backward + max(share * backward, travel),
+        )
 
     def _predicted_of_heads(self, seconds: tuple[float, float], alone: float) -> Predicted:
         inside, beyond, travel = self._dealing
@@ -336,8 +347,19 @@ class ShardPlan:
 
     def _travel(self, rank: int) -> float:
         """Seconds that the keys of a forward take to arrive."""
+        return sum(self._travels(rank))
+
+    def _travels(self, rank: int) -> tuple[float, float]:
+        """The same of those from its host, and of those from other hosts."""
         inside, beyond = self.received_rows(rank)
-        return self._of_row * (inside / self.links.in_host + beyond / self.links.between)
+        return self._of_row * inside / self.links.in_host, self._of_row * beyond / self.links.between
+
+    def _sources(self, rank: int) -> tuple[int, int]:
+        """How many other ranks it has keys from: of its host, and of other hosts."""
+        missing, host = without(self.needed(rank), self.keys.rows(rank)), rank // self.links.per_host
+        owners = {owner for run in missing for owner in self.keys.owners_of(run)} - {rank}
+        inside = sum(owner // self.links.per_host == host for owner in owners)
+        return inside, len(owners) - inside
 
     def received_rows(self, rank: int) -> tuple[int, int]:
         """Rows of keys from other ranks of its host, and from other hosts."""
@@ -627,6 +649,38 @@ def _tasks(queries: Deal, sight: Sight | PackedSight) -> tuple[tuple[Task, ...],
     own = [queries.rows(rank) for rank in range(queries.ranks)]
     seen = dict(zip(every := [run for of_rank in own for run in of_rank], sight.keys_of(every)))
     return tuple(tuple(Task(run, seen[run]) for run in of_rank) for of_rank in own)
+
+
+@lru_cache(maxsize=1024)  # many ranks are alike
+def ring_forward(inside: int, beyond: int, of_inside: float, of_beyond: float, own: float, others: float) -> float:
+    """Seconds of steps that each compute while the keys of the next one arrive: own keys, those of so many ranks of the
+    host, then of ranks of other hosts.
+
+    of_inside, of_beyond: seconds that keys of one of them take to arrive. own, others: of products.
+
+    >>> ring_forward(1, 2, 1.0, 5.0, 3.0, 6.0)  # 3 while 1 arrives, 5 for products of 2, and again, then products of 2
+    15.0
+    """
+    arriving = [*[of_inside] * inside, *[of_beyond] * beyond]
+    each = others / len(arriving) if arriving else 0.0
+    computed = [own, *[each] * len(arriving)]
+    return sum(map(max, computed, [*arriving, 0.0]))
+
+
+@lru_cache(maxsize=1024)
+def ring_backward(inside: int, beyond: int, of_inside: float, of_beyond: float, own: float, others: float) -> float:
+    """The same of a backward. It waits for the keys of the first, and computes its own last. While it computes those of
+    one rank, keys of the next arrive, and gradients of the one before travel.
+
+    >>> ring_backward(1, 2, 1.0, 5.0, 3.0, 6.0)  # 1, then 5, 6 and 5 for products of 2, then 5 for products of 3
+    22.0
+    """
+    arriving = [*[of_inside] * inside, *[of_beyond] * beyond]
+    if not arriving:
+        return own
+    each, around = others / len(arriving), [0.0, *arriving, 0.0]
+    steps = (max(each, before + after) for before, after in zip(around, around[2:]))
+    return arriving[0] + sum(steps) + max(own, arriving[-1])
 
 
 def _links(beyond: int) -> str:
