@@ -46,25 +46,21 @@ class Agreement:
         """
         self.hosts.calls += 1
         words = {"number of calls": str(self.calls), **told}
-        text = json.dumps([words, None if problem is None else str(problem) or type(problem).__name__]).encode()
-        digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+        digest = hashlib.sha256("\0".join((*words, *words.values())).encode()).digest()
+        own = [int.from_bytes(digest[:7], "big"), int(problem is None)]
         name = next(iter(told.values()), "").split(" ")[0]
         try:
-            own = torch.tensor([digest, int(problem is None), len(text)], device=_CPU)
-            digests, sound, sizes = self._gathered(own).unbind(1)
-            if bool((digests == digest).all()) and bool(sound.all()):
+            if all(row == [own[0], 1] for row in self._gathered(torch.tensor(own, device=_CPU)).tolist()):
                 self.hosts.waiting.goes_on()
                 return
-            padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=_CPU)
-            padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            texts = [bytes(row[:n].tolist()) for row, n in zip(self._gathered(padded), sizes.tolist())]
+            texts = self._texts([words, None if problem is None else str(problem) or type(problem).__name__])
         except RuntimeError as error:
             raise WeftError(
                 f"{name}: rank {self.rank} got no answer from all {self.ranks} ranks for call {self.calls}; "
                 f"{self.hosts.waiting.who_does_not()}: {str(error).splitlines()[0]}"
             ) from error
         if problem is None:
-            raise WeftError(f"{name}: {_difference(self.members, [json.loads(t) for t in texts])}")
+            raise WeftError(f"{name}: {_difference(self.members, texts)}")
 
     @contextmanager
     def kept(self, what: str) -> Iterator[None]:
@@ -85,6 +81,14 @@ class Agreement:
                 else:
                     waiting.failed(f"{what}: {type(error).__name__}: {error}")
             raise
+
+    def _texts(self, own: Any) -> list[Any]:
+        """What all ranks have to say."""
+        text = json.dumps(own).encode()
+        sizes = self._gathered(torch.tensor([len(text)], device=_CPU))[:, 0].tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=_CPU)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(self._gathered(padded), sizes)]
 
     def _gathered(self, own: Tensor) -> Tensor:
         """What all ranks have, [ranks, n] of each own [n]."""

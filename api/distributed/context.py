@@ -168,9 +168,10 @@ class ContextParallel:
             if attention.canonical.drops and not train:
                 attention, plan, operands = _undropped(attention, plan, operands)
             operands |= _seed(attention, operands, seed, query)
-            told = _told(attention, query, key, value, plan, {**operands, **latent.tensors}, return_lse)
-            told |= {"seed": str(seed) if isinstance(seed, int) else "", "form": str(form)}
-            told["options"] = f"target={target}, deterministic={deterministic}"
+            if self.agreement is not None:
+                told = _told(attention, query, key, value, plan, {**operands, **latent.tensors}, return_lse)
+                told |= {"seed": str(seed) if isinstance(seed, int) else "", "form": str(form)}
+                told["options"] = f"target={target}, deterministic={deterministic}"
             problem = self._problem(attention, query, key, value, plan, operands, latent, return_lse, target)
         except Exception as error:  # whatever it is, other ranks hear of it
             problem = error

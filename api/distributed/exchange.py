@@ -46,14 +46,19 @@ class Route:
             plan.received(r, s) for r in ranks for s in plan.steps(r)[step] if r != s
         )  # by any rank: all take part, or none
         self.kept = common(self.own, self.rows)  # a rank's own rows that it computes in this step
+        self.kept_among_own = list(places(self.kept, self.own))
         # where these lie among its own, and among those of the step: neighbours in both as one run
-        self.kept_at = list(_together(zip(places(self.kept, self.own), places(self.kept, self.rows))))
+        self.kept_at = list(_together(zip(self.kept_among_own, places(self.kept, self.rows))))
+        # where runs of a rank lie among this one's own, and among those of the step; of ranks that have some
+        self.given = {r: list(places(runs, self.own)) for r, runs in enumerate(self.gives) if runs}
+        self.gotten = {r: list(places(runs, self.rows)) for r, runs in enumerate(self.gets) if runs}
+        self.counts = list(map(count, self.gives)), list(map(count, self.gets))
 
     # -- there -------------------------------------------------------------------------------------------------------
     def start(self, own: Tensors) -> Fetch:
         """Begin to send this rank's own rows, and to receive those of the step."""
-        sent = [_taken(own, places(runs, self.own)) for runs in self.gives]
-        return Fetch(self, own, _Swap(sent, [count(runs) * _of_row(own) for runs in self.gets], own[0], self))
+        sent = [t[:, :, first:end] for runs in self.given.values() for first, end in runs for t in own]
+        return Fetch(self, own, _Swap(sent, own, *self.counts, self))
 
     # -- and back ----------------------------------------------------------------------------------------------------
     def give_back(self, found: Sequence[Sum], sums: Sequence[Sum]) -> Return:
@@ -65,10 +70,9 @@ class Route:
             for total, own in zip(sums, found):
                 for (first, end), part in own.parts(there):
                     total.add((here[0] + first - there[0], here[0] + end - there[0]), part)
-        sent = [[total.result(run) for run in places(runs, self.rows) for total in found] for runs in self.gets]
+        sent = [total.result(run) for runs in self.gotten.values() for run in runs for total in found]
         like = tuple(total.result((0, 0)) for total in found)  # no rows
-        sizes = [count(runs) * _of_row(like) for runs in self.gives]
-        return Return(self, like, _Swap(sent, sizes, like[0], self))
+        return Return(self, like, _Swap(sent, like, *self.counts[::-1], self))
 
 
 class Fetch:
@@ -83,10 +87,11 @@ class Fetch:
         if not route.is_used and route.rows == route.own:
             return AtHand(route.own, own)
         arrived: list[tuple[Run, Tensors]] = []
-        for run, (first, end) in zip(route.kept, places(route.kept, route.own)):
+        for run, (first, end) in zip(route.kept, route.kept_among_own):
             arrived.append((run, tuple(t[:, :, first:end] for t in own)))
-        for runs, part in zip(route.gets, self.swap.wait()):
-            arrived += zip(runs, _given(part, runs, own))
+        parts = self.swap.wait()
+        for rank in route.gotten:
+            arrived += zip(route.gets[rank], _given(parts[rank], route.gets[rank], own))
         arrived.sort(key=lambda found: found[0])
         if len(arrived) == 1:
             return AtHand(route.rows, arrived[0][1])
@@ -103,29 +108,36 @@ class Return:
 
     def add_to(self, sums: Sequence[Sum]) -> None:
         """Add what has come to gradients of this rank's own rows."""
-        route = self.route
-        for runs, part in zip(route.gives, self.swap.wait()):
-            for here, found in zip(places(runs, route.own), _given(part, runs, self.like)):
+        parts = self.swap.wait()
+        for rank, runs in self.route.given.items():
+            for here, found in zip(runs, _given(parts[rank], runs, self.like)):
                 for total, rows in zip(sums, found):
                     total.add(here, rows)
 
 
 class _Swap:
-    """One all-to-all of flat parts, which a rank may have none of."""
+    """One all-to-all of flat parts, which a rank may have none of.
 
-    def __init__(self, sent: Sequence[list[Tensor]], sizes: list[int], like: Tensor, route: Route) -> None:
-        self.sizes, self.work = sizes, None
+    sent: of one rank after the other. like: tensors of the heads and columns of a row. given, gotten: rows for and from
+    each rank.
+    """
+
+    def __init__(
+        self, sent: Sequence[Tensor], like: Tensors, given: Sequence[int], gotten: Sequence[int], route: Route
+    ) -> None:  # fmt: skip
+        of_row, self.work = _of_row(like), None
+        self.sizes, given_sizes = ([n * of_row for n in rows] for rows in (gotten, given))
         if not route.is_used:
-            self.received = like.new_empty(0)
+            self.received = like[0].new_empty(0)
             return
-        given = [sum(part.numel() for part in to_rank) for to_rank in sent]
-        self.sent = like.new_empty(sum(given))  # kept until all of it is away
-        parts = [part for to_rank in sent for part in to_rank]
-        for there, part in zip(self.sent.split([part.numel() for part in parts]), parts):
+        self.sent = like[0].new_empty(sum(given_sizes))  # kept until all of it is away
+        for there, part in zip(self.sent.split([part.numel() for part in sent]), sent):
             there.view(part.shape).copy_(part)
-        self.received = like.new_empty(sum(sizes))
+        self.received = like[0].new_empty(sum(self.sizes))
         with under_way():
-            self.work = dist.all_to_all_single(self.received, self.sent, sizes, given, group=route.group, async_op=True)
+            self.work = dist.all_to_all_single(
+                self.received, self.sent, self.sizes, given_sizes, group=route.group, async_op=True
+            )
 
     def wait(self) -> Sequence[Tensor]:
         """What each rank has sent."""
@@ -158,12 +170,7 @@ def _of_row(tensors: Tensors) -> int:
     return sum(prod(t.shape[:2]) * t.shape[3] for t in tensors)
 
 
-def _taken(tensors: Tensors, runs: Iterator[Run]) -> list[Tensor]:
-    """These rows: run by run, each tensor's in turn."""
-    return [t[:, :, first:end] for first, end in runs for t in tensors]
-
-
-def _given(part: Tensor, runs: Runs, like: Tensors) -> list[Tensors]:
+def _given(part: Tensor, runs: Sequence[Run], like: Tensors) -> list[Tensors]:
     """Rows of each tensor, run by run, from a flat part. like: tensors with as many heads and columns."""
     found: list[Tensors] = []
     place = 0

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from ..codegen.torch_private import group_named
+from ..codegen.torch_private import group_named, timeout_of
 from ..ir.errors import WeftError, shown
 
 if TYPE_CHECKING:
@@ -74,4 +74,4 @@ def _group_of(members: list[int]) -> Any:
     times[ranks] += 1
     name = hashlib.sha256(f"weft_{ranks}_{times[ranks]}".encode()).hexdigest()  # short, of a thousand ranks too
     with group_named(name):
-        return dist.new_group(members, use_local_synchronization=True)
+        return dist.new_group(members, timeout=timeout_of(dist.group.WORLD), use_local_synchronization=True)

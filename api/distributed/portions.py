@@ -235,9 +235,12 @@ class Sum:
         """These rows, or all, in the dtype of what they are the gradient of; zeros where nothing came."""
         rows = (0, self.rows) if rows is None else rows
         found = list(self.parts(rows))
+        if self.whole is not None and rows == self.among:
+            for run in without((rows,), self.filled):
+                self._at(run).zero_()
+            return self.whole.to(self.like.dtype)
         if len(found) == 1 and found[0][0] == rows:
-            part = self.whole if rows == self.among and self.whole is not None else found[0][1]
-            return part.to(self.like.dtype)
+            return found[0][1].to(self.like.dtype)
         whole = self.like.new_zeros((*self.heads, rows[1] - rows[0], self.columns))
         for run, part in found:
             _cut(whole, run, rows).copy_(part)

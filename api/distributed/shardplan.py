@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 from itertools import pairwise
@@ -42,6 +42,7 @@ _ONE_MORE = 150e-6  # seconds that one more call takes: its last tiles leave mos
 _ONE_DIMENSION = "expected two dimensions: ranks=(outer, inner) of a plan, dim=(outer, inner) of ContextParallel"
 _LITTLE_KEPT = 0.25  # of query and output, and their gradients: memory that keys of others may take until the backward
 _LONG_TO_BRING = 0.02  # of products: time that bringing keys again may take before they are kept
+_MOST_LOOKED_AT = 4  # plans that are kept with the tensors that they stand on
 _JOINED_BYTES = 24  # that joining two results moves for each element of out
 
 
@@ -411,6 +412,8 @@ def plan(
     asked = attention, sizes, offset, mesh, machine, links or Links(), starts, strategy, balance
     if all(isinstance(v, (int, float)) for v in operands.values()):
         return _kept(*asked, tuple((n, type(v), v) for n, v in sorted(operands.items())))
+    if all(isinstance(v, (int, float, Tensor)) for v in operands.values()):
+        return _of_values(asked, operands)
     return _planned(*asked, operands)
 
 
@@ -420,6 +423,26 @@ def _kept(*asked: Any) -> ShardPlan:
     *of_call, numbers = asked
     make: Callable[..., ShardPlan] = _planned
     return make(*of_call, {n: v for n, _, v in numbers})
+
+
+_looked_at: dict[Hashable, ShardPlan] = {}  # by what was asked, the last ones
+
+
+def _of_values(asked: tuple[Any, ...], operands: Mapping[str, Any]) -> ShardPlan:
+    """The plan that was made for the same tensors before, to which nothing was written since."""
+    tensors = {n: v for n, v in operands.items() if isinstance(v, Tensor)}
+    make: Callable[..., ShardPlan] = _planned
+    if any(t.is_inference() for t in tensors.values()):  # nobody knows what is written to them
+        return make(*asked, operands)
+    numbers = tuple((n, type(v), v) for n, v in sorted(operands.items()) if n not in tensors)
+    where = tuple((n, t.data_ptr(), t.shape, t.stride(), t.dtype, t._version) for n, t in sorted(tensors.items()))
+    found = _looked_at.get(key := (asked, numbers, where))
+    if found is None or not all(n in found.looked_at and stands_on(found, n, t) for n, t in tensors.items()):
+        found = make(*asked, operands)
+        while len(_looked_at) >= _MOST_LOOKED_AT:
+            _looked_at.pop(next(iter(_looked_at)), None)
+        _looked_at[key] = found
+    return found
 
 
 def _planned(
@@ -591,7 +614,7 @@ class _Maker:
         alike = self.sizes.q_len == self.sizes.kv_len
         keys = queries if alike else rows.contiguous(self.sizes.kv_len, self.ranks)
         pairs = self._pairs_of(queries)
-        versions = {n: v._version for n, v in self.looked_at.items() if isinstance(v, Tensor)}
+        versions = {n: version_of(v) for n, v in self.looked_at.items() if isinstance(v, Tensor)}
         return ShardPlan(
             self.attention, self.sizes, self.q_offset, self.ranks, "exchange", balance, queries,  # type: ignore[arg-type]
             keys, _tasks(queries, self.sight), pairs, self.machine, self.links, self.sight, self.starts, self.inner,
@@ -691,11 +714,16 @@ def _of_strategy(dealt: Callable[[], ShardPlan], strategy: str) -> ShardPlan:
     return replace(dealt(), strategy=strategy)  # type: ignore[arg-type]
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often it was written to; 0 of tensors of inference, of which nobody knows."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def stands_on(plan: ShardPlan, name: str, given: Any) -> bool:
     """Whether an operand is what a plan was made for, as far as a host can tell without waiting for a device: the same
     memory, to which nothing was written since."""
     known = plan.looked_at[name]
     if isinstance(known, Tensor) and isinstance(given, Tensor):
         is_same = known is given or (known.data_ptr() == given.data_ptr() and known.shape == given.shape)
-        return is_same and given._version == plan.versions[name]
+        return is_same and version_of(given) == plan.versions[name]
     return type(known) is type(given) and bool(known == given)

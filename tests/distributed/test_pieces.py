@@ -9,7 +9,7 @@ import torch
 import weft
 from weft import kv_pos, masks, q_pos, score
 from weft.distributed.pieces import Pieces
-from weft.distributed.portions import Given, gradients
+from weft.distributed.portions import Given, Sum, gradients
 from weft.runtime.call import Call, Choices, Dense
 from weft.runtime.run.variant import variant_of
 
@@ -34,6 +34,22 @@ def test_rows_of_several_runs_fill_the_whole() -> None:
         for (known,), (more,) in pieces.put(run, (part,)):
             known.add_(more)
     assert torch.equal(pieces.whole((torch.zeros(1, 1, 12, 2),))[0], right)
+
+
+def test_sums_of_parts() -> None:
+    """In one tensor, where a part that has all rows is taken as it is; of three parts the sum is rounded once."""
+    generator, like = torch.Generator().manual_seed(4), torch.empty(1, 2, 12, 3, dtype=torch.bfloat16)
+    for most, among in ((2, None), (3, None), (3, (2, 9))):
+        exact, total = torch.zeros(1, 2, 12, 3), Sum(like, most, among)
+        for run in ((2, 9), (4, 6), (5, 8))[:most]:
+            part = torch.randn(1, 2, run[1] - run[0], 3, generator=generator).bfloat16()
+            exact[:, :, run[0] : run[1]] += part
+            total.add(run, part)
+            assert run != (2, 9) or (total.whole is part) == (among is not None)
+        for rows in ((3, 9), (0, 4), (9, 12), (2, 9)):
+            assert torch.equal(total.result(rows), exact[:, :, rows[0] : rows[1]].bfloat16())
+        assert torch.equal(total.result(), exact.bfloat16()) and total.result((0, 0)).shape == (1, 2, 0, 3)
+    assert torch.equal(Sum(like, 2).result(), torch.zeros_like(like))
 
 
 def test_a_part_of_the_keys_takes_no_error_for_one_of_rounding() -> None:

@@ -395,3 +395,22 @@ def test_seconds_where_heads_are_divided() -> None:
     half = seconds_of((1 << 32) / 32, ring)
     assert ring.predicted.forward == pytest.approx(dealt + max(half[0], keys) + half[0])
     assert ring.predicted.backward == pytest.approx(dealt + keys + half[1] + max(half[1], keys))
+
+
+def test_a_plan_of_the_same_tensors_is_made_once() -> None:
+    """Until something is written to one, or the call is another."""
+    doc = (torch.arange(512) // 100).contiguous()
+    variant = weft.Attention(mask=masks.causal & masks.document(weft.tensor("doc", 1, int)), name="documents")
+    sizes: dict[str, Any] = {"ranks": 2, "length": 512, **SIZES}
+    one = plan(variant, doc=doc, **sizes)
+    assert plan(variant, doc=doc, **sizes) is one and plan(variant, doc=doc.view(-1), **sizes) is one
+    assert plan(variant, doc=doc, **{**sizes, "ranks": 4}) is not one
+    assert plan(variant, doc=doc.clone(), **sizes) is not one
+    doc[100:] += 7
+    again = plan(variant, doc=doc, **sizes)
+    assert again is not one and again.told == one.told, "the same documents by other ids"
+    doc[50:] += 7
+    assert plan(variant, doc=doc, **sizes).told != one.told
+    with torch.inference_mode():
+        of_inference = torch.arange(512) // 100
+        assert plan(variant, doc=of_inference, **sizes) is not plan(variant, doc=of_inference, **sizes)
