@@ -45,8 +45,8 @@ class ContextParallel:
 
     mesh: a DeviceMesh, or a process group; all ranks where not given. dim: the mesh's dimension, by name or number;
     None where it has one. Of two, (outer, inner), neighbours along the inner one may divide heads: let that be a host.
-    strategy, balance: as for `plan`. agree: whether ranks compare what they call before each call, so that a mistake on
-    one of them is an error on all.
+    strategy, balance: as for `plan`. agree: whether ranks compare what they are about to compute before each call and
+    each backward, so that a mistake on one of them is an error on all.
 
     >>> cp = ContextParallel(mesh, dim="cp")                                    # doctest: +SKIP
     >>> plan = cp.plan(causal, heads=32, kv_heads=8, length=131072, head_dim=128)

@@ -57,22 +57,29 @@ class Route:
     # -- there -------------------------------------------------------------------------------------------------------
     def start(self, own: Tensors) -> Fetch:
         """Begin to send this rank's own rows, and to receive those of the step."""
-        sent = [t[:, :, first:end] for runs in self.given.values() for first, end in runs for t in own]
+        runs = [run for of_rank in self.given.values() for run in of_rank]
+        sent = ([t[:, :, first:end] for first, end in runs] for t in own)
         return Fetch(self, own, _Swap(sent, own, *self.counts, self))
 
     # -- and back ----------------------------------------------------------------------------------------------------
-    def give_back(self, found: Sequence[Sum], sums: Sequence[Sum]) -> Return:
+    def give_back(self, found: list[Sum], sums: Sequence[Sum]) -> Return:
         """Begin to send gradients of the rows of this step to their owners. They lie as the rows did.
 
-        sums: of this rank's own rows, to which what it has itself is added at once, so that nothing else is kept.
+        found: is emptied, so that each is free once it is copied. sums: of this rank's own rows, to which what it has
+        itself is added at once.
         """
-        for here, there in self.kept_at:
-            for total, own in zip(sums, found):
-                for (first, end), part in own.parts(there):
-                    total.add((here[0] + first - there[0], here[0] + end - there[0]), part)
-        sent = [total.result(run) for runs in self.gotten.values() for run in runs for total in found]
         like = tuple(total.result((0, 0)) for total in found)  # no rows
-        return Return(self, like, _Swap(sent, like, *self.counts[::-1], self))
+        runs = [run for of_rank in self.gotten.values() for run in of_rank]
+
+        def sent() -> Iterator[list[Tensor]]:
+            for total in sums:
+                own = found.pop(0)
+                for here, there in self.kept_at:
+                    for (first, end), part in own.parts(there):
+                        total.add((here[0] + first - there[0], here[0] + end - there[0]), part)
+                yield [own.result(run) for run in runs]
+
+        return Return(self, like, _Swap(sent(), like, *self.counts[::-1], self))
 
 
 class Fetch:
@@ -116,39 +123,42 @@ class Return:
 
 
 class _Swap:
-    """One all-to-all of flat parts, which a rank may have none of.
+    """One all-to-all of flat parts, which a rank may have none of. A part has run by run each tensor's rows.
 
-    sent: of one rank after the other. like: tensors of the heads and columns of a row. given, gotten: rows for and from
-    each rank.
+    sent: of each tensor the rows of all runs. like: tensors of the heads and columns of a row. given, gotten: rows for
+    and from each rank.
     """
 
     def __init__(
-        self, sent: Sequence[Tensor], like: Tensors, given: Sequence[int], gotten: Sequence[int], route: Route
+        self, sent: Iterable[list[Tensor]], like: Tensors, given: Sequence[int], gotten: Sequence[int], route: Route
     ) -> None:  # fmt: skip
         of_row, self.work = _of_row(like), None
         self.sizes, given_sizes = ([n * of_row for n in rows] for rows in (gotten, given))
-        if not route.is_used:
-            self.received = like[0].new_empty(0)
-            return
         self.sent = like[0].new_empty(sum(given_sizes))  # kept until all of it is away
-        for there, part in zip(self.sent.split([part.numel() for part in sent]), sent):
-            there.view(part.shape).copy_(part)
+        ahead = 0  # elements of a row, of tensors before
+        for tensor, parts in zip(like, sent):
+            first = 0
+            for part in parts:
+                place = first + part.shape[2] * ahead
+                self.sent[place : place + part.numel()].view(part.shape).copy_(part)
+                first += part.shape[2] * of_row
+            ahead += _of_row((tensor,))
+            del parts
         self.received = like[0].new_empty(sum(self.sizes))
-        with under_way():
-            self.work = dist.all_to_all_single(
-                self.received, self.sent, self.sizes, given_sizes, group=route.group, async_op=True
-            )
+        if route.is_used:
+            with under_way():
+                self.work = dist.all_to_all_single(
+                    self.received, self.sent, self.sizes, given_sizes, group=route.group, async_op=True
+                )
 
     def wait(self) -> Sequence[Tensor]:
         """What each rank has sent."""
         if self.work is not None:
             with under_way():
                 self.work.wait()
-            self.work = None
-            del self.sent
         received = self.received
-        del self.received  # it lives as long as whoever asked keeps it
-        return received.split(self.sizes) if received.numel() or self.sizes else [received]
+        del self.work, self.sent, self.received  # it lives as long as whoever asked keeps it
+        return received.split(self.sizes)
 
 
 def _together(pairs: Iterable[tuple[Run, Run]]) -> Iterator[tuple[Run, Run]]:

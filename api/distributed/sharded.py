@@ -223,7 +223,7 @@ class _Backward:
         self.of_keys = [Sum(t, work.most.of_own_keys) for t in work.keys]
         self.returns: list[Return] = []
 
-    def step(self, step: int, at_hand: AtHand) -> Sequence[Sum]:
+    def step(self, step: int, at_hand: AtHand) -> list[Sum]:
         """Gradients of the portions of a step; those of its keys, as they lie there. Empty where nobody wants them."""
         work, keys = self.work, self.work.read(at_hand)
         asked = work.asked(self.wanted, keys)
@@ -242,14 +242,14 @@ class _Backward:
                     total.add(there, found[name])
             del found  # before the next portion has others
         if not asked & totals.keys():
-            return ()
+            return []
         if self.work.projections is None:
-            return tuple(totals.values())
+            return list(totals.values())
         of_rows, of_projections = work.of_own(at_hand, {n: total.result() for n, total in totals.items()})
         self.of_operands.add(of_projections)
-        return tuple(map(known, of_rows))
+        return list(map(known, of_rows))
 
-    def give_back(self, step: int, of_rows: Sequence[Sum]) -> None:
+    def give_back(self, step: int, of_rows: list[Sum]) -> None:
         """Send gradients of the keys of a step to their owners."""
         if of_rows:
             self.returns.append(self.work.routes[step].give_back(of_rows, self.of_keys))
