@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,6 +90,16 @@ class ContextParallel:
         """A plan for these ranks; see `weft.distributed.plan`, which takes the same arguments."""
         given = {"strategy": self.strategy, "balance": self.balance, "links": self.links, **sizes}
         return shardplan.plan(attention, ranks=self.shape or self.ranks, **given)
+
+    @contextmanager
+    def heard(self, name: object) -> Iterator[None]:
+        """Around what comes before a call of the variant of this name: an error is told to the ranks that make it."""
+        try:
+            yield
+        except Exception as error:
+            if self.agreement is not None:
+                self.agreement.check({"variant": str(name)}, error)
+            raise
 
     # -- rows ----------------------------------------------------------------------------------------------------------
     def rows(self, plan: ShardPlan, of: str = "queries") -> Tensor:

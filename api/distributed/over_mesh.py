@@ -61,10 +61,12 @@ def over_mesh(
     q_offset = lengths[1] - lengths[0] if options.q_offset is None else as_number(options.q_offset, int)
     cp, decisive = _of_mesh(mesh, dim, balance), decisive_tensors(attention)
     numbers = {n: v for n, v in operands.items() if not isinstance(v, Tensor) and n != SEED.name}
-    if decisive:
-        plan = _planned(cp, attention, sizes, q_offset, numbers | {n: operands[n] for n in decisive if n in operands})
-    else:
-        plan = _plan_of_mesh(cp, attention, sizes, q_offset, tuple(sorted(numbers.items())))
+    with cp.heard(attention.name):
+        if decisive:
+            tensors_read = {n: operands[n] for n in decisive if n in operands}
+            plan = _planned(cp, attention, sizes, q_offset, numbers | tensors_read)
+        else:
+            plan = _plan_of_mesh(cp, attention, sizes, q_offset, tuple(sorted(numbers.items())))
     rest = {n: v for n, v in operands.items() if n != SEED.name}  # drawn by now, or as it was given
     return cp.attention(attention, query, key, value, plan=plan, return_lse=options.return_lse, target=options.target,
                         deterministic=options.deterministic, seed=operands.get(SEED.name), uk=options.uk, uv=options.uv,

@@ -106,7 +106,8 @@ class Sharded:
         numbers = {n: v for n, v in operands.items() if not isinstance(v, Tensor)}
         # a plan that stands on tensors, such as those of padding at the left of chunks, holds for these alone
         plan_of = self._planned if decisive else self._plan
-        plan = plan_of(variant, sizes, tuple((numbers | decisive).items()))
+        with self.cp.heard(variant.name):
+            plan = plan_of(variant, sizes, tuple((numbers | decisive).items()))
         own: dict[str, Any] = {
             n: self.cp.share(v) if isinstance(v, Tensor) and v.requires_grad else v for n, v in operands.items()
         }

@@ -88,6 +88,32 @@ def _calls(here: Rank) -> None:
     here.told(f"tensor: rank {ODD}: [1, 3, 8] float64", lambda: cp.unshard(q.double() if is_odd else q, plan))
 
 
+def _of_dtensors(here: Rank) -> None:
+    """What differs before a call on DTensors: they have rows as cp.shard gives neighbours."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+    window = weft.Attention(mask=weft.q_pos - weft.kv_pos < weft.scalar("window", int), name="recent")
+    q, k, v = (distribute_tensor(t, mesh, [Shard(2)]) for t in _drawn())
+    others = f"rank {ODD} cannot make this call: recent: plan: window: missing"
+    here.told(others, lambda: window(q, k, v, **({} if here.is_odd else {"window": 5})), "window: missing")
+    here.told(f"plan: rank {ODD}: ", lambda: window(q, k, v, window=6 if here.is_odd else 7))
+    here.told(
+        f"backward: rank {ODD}: recent of call", _in_other_order(here, lambda: window(*_learned(q, k, v), window=5))
+    )
+
+
+def _learned(*tensors: Tensor) -> list[Tensor]:
+    return [t.detach().requires_grad_() for t in tensors]
+
+
+def _in_other_order(here: Rank, call: Callable[[], Tensor]) -> Callable[[], object]:
+    """The backward of one of two calls, another one on the odd rank."""
+    outs = [call() for _ in range(2)]
+    return outs[here.is_odd].sum().backward
+
+
 def _backwards(here: Rank) -> None:
     """Backward passes in another order, with other gradients, or not at all."""
     cp, is_odd = ContextParallel(here.group), here.is_odd
@@ -100,8 +126,7 @@ def _backwards(here: Rank) -> None:
 
     for strategy in ("ring", "heads"):
         plan = cp.plan(CAUSAL, **SIZES, strategy=strategy)
-        outs = [called(plan)[0].sum() for _ in range(2)]
-        here.told(f"backward: rank {ODD}: causal of call", outs[is_odd].backward)
+        here.told(f"backward: rank {ODD}: causal of call", _in_other_order(here, partial(lambda p: called(p)[0], plan)))
         again = partial(called, plan) if is_odd else called(plan)[0].sum().backward
         if is_odd:
             called(plan)
@@ -204,6 +229,7 @@ def _caches(here: Rank, dim: str) -> None:
 def _work(rank: int) -> list[str]:
     here = Rank(rank)
     _calls(here)
+    _of_dtensors(here)
     _backwards(here)
     for dim in ("sequence", "heads"):
         _caches(here, dim)
