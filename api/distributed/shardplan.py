@@ -311,11 +311,11 @@ class ShardPlan:
             return travel + forward, brings + backward + travel  # gradients go the same way back
         share = self._own_share(rank)
         if self.strategy == "ring":
-            of_others = self._sources(rank)
-            arriving = [t / n if n else 0.0 for t, n in zip(self._travels(rank), of_others)]
+            near, far = self._sources(rank)
+            of_near, of_far = (t / max(1, n) for t, n in zip(self._travels(rank), (near, far)))
             return (
-                ring_forward(*of_others, *arriving, share * forward, (1 - share) * forward),
-                ring_backward(*of_others, *arriving, share * backward, (1 - share) * backward),
+                ring_forward(near, far, of_near, of_far, share * forward, (1 - share) * forward),
+                ring_backward(near, far, of_near, of_far, share * backward, (1 - share) * backward),
             )
         # a backward computes others' keys first, so that their gradients travel while it computes its own
         return (
@@ -355,12 +355,17 @@ class ShardPlan:
         inside, beyond = self.received_rows(rank)
         return self._of_row * inside / self.links.in_host, self._of_row * beyond / self.links.between
 
-    def _sources(self, rank: int) -> tuple[int, int]:
-        """How many other ranks it has keys from: of its host, and of other hosts."""
-        missing, host = without(self.needed(rank), self.keys.rows(rank)), rank // self.links.per_host
-        owners = {owner for run in missing for owner in self.keys.owners_of(run)} - {rank}
-        inside = sum(owner // self.links.per_host == host for owner in owners)
-        return inside, len(owners) - inside
+    @cached_property
+    def _sources(self) -> Callable[[int], tuple[int, int]]:
+        """How many other ranks a rank has keys from: of its host, and of other hosts."""
+
+        def of(rank: int) -> tuple[int, int]:
+            missing, first = without(self.needed(rank), self.keys.rows(rank)), rank - rank % self.links.per_host
+            owners = {owner for run in missing for owner in self.keys.owners_of(run)} - {rank}
+            inside = len(owners.intersection(range(first, first + self.links.per_host)))
+            return inside, len(owners) - inside
+
+        return cache(of)
 
     def received_rows(self, rank: int) -> tuple[int, int]:
         """Rows of keys from other ranks of its host, and from other hosts."""
@@ -674,7 +679,6 @@ def _tasks(queries: Deal, sight: Sight | PackedSight) -> tuple[tuple[Task, ...],
     return tuple(tuple(Task(run, seen[run]) for run in of_rank) for of_rank in own)
 
 
-@lru_cache(maxsize=1024)  # many ranks are alike
 def ring_forward(inside: int, beyond: int, of_inside: float, of_beyond: float, own: float, others: float) -> float:
     """Seconds of steps that each compute while the keys of the next one arrive: own keys, those of so many ranks of the
     host, then of ranks of other hosts.
@@ -684,13 +688,15 @@ def ring_forward(inside: int, beyond: int, of_inside: float, of_beyond: float, o
     >>> ring_forward(1, 2, 1.0, 5.0, 3.0, 6.0)  # 3 while 1 arrives, 5 for products of 2, and again, then products of 2
     15.0
     """
-    arriving = [*[of_inside] * inside, *[of_beyond] * beyond]
-    each = others / len(arriving) if arriving else 0.0
-    computed = [own, *[each] * len(arriving)]
-    return sum(map(max, computed, [*arriving, 0.0]))
+    number = inside + beyond
+    if not number:
+        return own
+    each = others / number
+    first = of_inside if inside else of_beyond
+    rest = inside * max(each, of_inside) + beyond * max(each, of_beyond) - max(each, first)
+    return max(own, first) + rest + each
 
 
-@lru_cache(maxsize=1024)
 def ring_backward(inside: int, beyond: int, of_inside: float, of_beyond: float, own: float, others: float) -> float:
     """The same of a backward. It waits for the keys of the first, and computes its own last. While it computes those of
     one rank, keys of the next arrive, and gradients of the one before travel.
@@ -698,12 +704,15 @@ def ring_backward(inside: int, beyond: int, of_inside: float, of_beyond: float, 
     >>> ring_backward(1, 2, 1.0, 5.0, 3.0, 6.0)  # 1, then 5, 6 and 5 for products of 2, then 5 for products of 3
     22.0
     """
-    arriving = [*[of_inside] * inside, *[of_beyond] * beyond]
-    if not arriving:
+    number = inside + beyond
+    if not number:
         return own
-    each, around = others / len(arriving), [0.0, *arriving, 0.0]
-    steps = (max(each, before + after) for before, after in zip(around, around[2:]))
-    return arriving[0] + sum(steps) + max(own, arriving[-1])
+    each, more = others / number, (max(0, inside - 2), max(0, beyond - 2))  # between others of their kind
+    arriving = [*[of_inside] * (inside - more[0]), *[of_beyond] * (beyond - more[1])]
+    around = [0.0, *arriving, 0.0]
+    steps = sum(max(each, before + after) for before, after in zip(around, around[2:]))
+    steps += sum(n * max(each, 2 * seconds) for n, seconds in zip(more, (of_inside, of_beyond)))
+    return arriving[0] + steps + max(own, arriving[-1])
 
 
 def _links(beyond: int) -> str:
