@@ -26,6 +26,7 @@ from ..kv.step import Step
 from ..runtime import options as call_options
 from ..runtime.check.operands import check_operands
 from .agreement import Agreement, kept
+from .changes import Changes, some_of
 from .interleaved import Division, interleaved
 from .joins import Group, gathered_heads, joined
 from .placed import Names, names_beside
@@ -33,7 +34,6 @@ from .placed import Names, names_beside
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_SHOWN = 4  # sequences, in what ranks tell each other
 Agree = bool | Literal["steps"]
 # options of a call that a step takes: others are its own, or are of rows that a rank does not have
 _TAKEN = frozenset({
@@ -75,8 +75,7 @@ class ShardedStep(Step):
     def _words(self) -> str:
         """Which rows of which sequences, short."""
         rows = [f"{s}: {start} + {end - start}" for s, start, end in zip(self.sequences, self.starts, self.ends)]
-        some = ", ".join(rows[:_SHOWN]) + ", ..." * (len(rows) > _SHOWN)
-        return f"{some} ({crc32(repr(rows).encode()):08x})"
+        return f"{some_of(rows)} ({crc32(repr(rows).encode()):08x})"
 
     @property
     def told(self) -> str:
@@ -226,23 +225,6 @@ def _told(layer: int, variant: Attention, query: Tensor, given: Mapping[str, Any
         "query": f"{[*query.shape]} {str(query.dtype)[6:]}" if isinstance(query, Tensor) else type(query).__name__,
         "operands": "; ".join((*shapes, *numbers)),
     }
-
-
-class Changes:
-    """Of the sequences of a cache, in order, as far as ranks compare them."""
-
-    def __init__(self) -> None:
-        self.number, self.sum, self.last = 0, 0, "none"
-        self.compared = 0  # how often ranks were asked
-
-    def add(self, what: str, *values: int, beside: object = None) -> None:
-        """beside: what is compared, and not shown."""
-        self.number += 1
-        self.last = f"{what}({', '.join(map(str, values[:_SHOWN]))}{', ...' * (len(values) > _SHOWN)})"
-        self.sum = crc32(f"{what} {values} {beside}".encode(), self.sum)
-
-    def __str__(self) -> str:
-        return f"{self.number}, the last {self.last} ({self.sum:08x})"
 
 
 class _Sharded(Cache):
