@@ -68,7 +68,7 @@ class Route:
         found: is emptied, so that each is free once it is copied. sums: of this rank's own rows, to which what it has
         itself is added at once.
         """
-        like = tuple(total.result((0, 0)) for total in found)  # no rows
+        like = tuple(total.like for total in found)
         runs = [run for of_rank in self.gotten.values() for run in of_rank]
 
         def sent() -> Iterator[list[Tensor]]:

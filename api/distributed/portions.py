@@ -190,8 +190,8 @@ class Sum:
     """
 
     def __init__(self, like: Tensor, most: int, among: Run | None = None) -> None:
-        self.like, self.keeps_wide = like.new_empty(0), most > 2  # without the memory
         self.heads, self.rows, self.columns = like.shape[:2], like.shape[2], like.shape[3]
+        self.like, self.keeps_wide = like.new_empty((*self.heads, 0, self.columns)), most > 2  # without the memory
         self.among = (0, self.rows) if among is None else among
         self.whole: Tensor | None = None  # these rows
         self.filled: Runs = ()
@@ -200,7 +200,7 @@ class Sum:
     def add(self, rows: Run, part: Tensor) -> None:
         """Add a part in these rows."""
         if self.whole is None and rows == self.among and fills(part):
-            self.whole, self.filled = part, joined((rows,))
+            self.whole, self.filled = part, (rows,)
             return
         if self.whole is None:
             self.whole = part.new_empty((*part.shape[:2], self.among[1] - self.among[0], part.shape[3]))
@@ -208,7 +208,7 @@ class Sum:
             self._at(run).copy_(_cut(part, run, rows))
         for run in common((rows,), self.filled):
             self._add_to_others(run, _cut(part, run, rows))
-        self.filled = joined((*self.filled, rows))
+        self.filled = joined((*self.filled, rows)) if self.filled else (rows,)
 
     def _add_to_others(self, rows: Run, part: Tensor) -> None:
         if not self.keeps_wide:
@@ -234,6 +234,8 @@ class Sum:
     def result(self, rows: Run | None = None) -> Tensor:
         """These rows, or all, in the dtype of what they are the gradient of; zeros where nothing came."""
         rows = (0, self.rows) if rows is None else rows
+        if self.whole is not None and rows == self.among and self.filled == (rows,) and not self.wide.found:
+            return self.whole.to(self.like.dtype)
         found = list(self.parts(rows))
         if self.whole is not None and rows == self.among:
             for run in without((rows,), self.filled):
