@@ -51,6 +51,9 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/is-ready
 endif
 
+# Tests start many processes: each reads Weft compiled, also where Python is told to write no bytecode.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-all near lint format same prove fuzz bench bench-cpu gpu-test gpu-test-all gpu-sanitize clean
 .DELETE_ON_ERROR:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import io
 import itertools
 import os
 import traceback
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from weft.distributed import ContextParallel
 
 from ..models.test_distributed import PRELOADED, address_of, meeting_place
 
+Result = TypeVar("Result")
 slopes, bias, table = weft.tensor("slopes", 1), weft.tensor("bias", 2), weft.tensor("table", 2)
 pad, doc, sinks = weft.tensor("pad", 2), weft.tensor("doc", 2, int), weft.tensor("sinks", 1)
 window, warmth, share = weft.scalar("window", int), weft.scalar("warmth", float), weft.scalar("share", float)
@@ -158,7 +160,10 @@ def compare(
 ) -> list[str]:  # fmt: skip
     """out, lse and every gradient of a call over ranks, beside the definition in float64: what differs."""
     call = drawn(name, lengths, kv_heads, dtype, starts, widths)
-    exact, plain = call.defined(torch.float64), call.defined(dtype)
+    exact, plain = made_once(
+        ("defined", name, lengths, kv_heads, dtype, starts, widths),
+        lambda: (call.defined(torch.float64), call.defined(dtype)),
+    )
     looked_at = {"doc": call.whole["doc"]} if "doc" in call.whole and not starts else {}
     where = {"cu_seqlens": list(starts)} if starts else call.where
     plan = cp.plan(call.variant, **where, batch=1 if starts else B, heads=H, kv_heads=kv_heads, length=lengths[0],
@@ -230,6 +235,7 @@ def _child(
     os.environ.clear()  # a forked process has that of the server
     os.environ.update(environment)
     os.environ.update(address_of(port))
+    _notes.append(dist.PrefixStore("made once", dist.TCPStore("127.0.0.1", port, is_master=False)))
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -240,6 +246,20 @@ def _child(
         wrong = [f"rank {rank}: {traceback.format_exc()}"]
     (folder / str(rank)).write_text("\n".join(wrong))
     os._exit(0)  # a process group of a rank that is gone cannot be ended in order
+
+
+_notes: list[dist.Store] = []  # of a rank: where one of them writes what the others read
+
+
+def made_once(name: object, make: Callable[[], Result]) -> Result:
+    """What is the same on every rank, as the definition of a call: made by the first that asks for it by this name."""
+    (notes,), key = _notes, repr(name)
+    if notes.add(f"asked for {key}", 1) == 1:
+        kept = io.BytesIO()
+        torch.save(made := make(), kept)
+        notes.set(key, kept.getvalue())
+        return made
+    return torch.load(io.BytesIO(notes.get(key)))
 
 
 def on_ranks(

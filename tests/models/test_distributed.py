@@ -42,7 +42,7 @@ MESHES = [
 
 
 # What a server of processes imports once for all that it forks, of all tests over ranks: torch and Weft take seconds.
-PRELOADED = ["weft.distributed", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"]
+PRELOADED = ["tests.warm"]
 
 
 def meeting_place() -> torch.distributed.TCPStore:
