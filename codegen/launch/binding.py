@@ -11,8 +11,9 @@ import linecache
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import count
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 
 from ...compiler.planning.sources import KeySource
@@ -275,11 +276,17 @@ def direct(
 
 def function(source: str, name: str, space: Mapping[str, object]) -> Callable[..., Any]:
     """The function that the text defines, with its lines where tracebacks look for them."""
+    scope = dict(space)
+    exec(_compiled(source), scope)
+    return scope[name]  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=512)
+def _compiled(source: str) -> CodeType:
+    """Variants of one kind have the same texts."""
     file = f"<weft binding {next(_files)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    scope = dict(space)
-    exec(compile(source + "\n", file, "exec"), scope)
-    return scope[name]  # type: ignore[return-value]
+    return compile(source + "\n", file, "exec")
 
 
 def alignment(tensors: Sequence[str], mixed: bool = False) -> Callable[[Mapping[str, Any]], tuple[bool, int]]:

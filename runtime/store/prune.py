@@ -19,6 +19,7 @@ from .files import Unsound, cache_dir, read_ours, remove, triton_version, versio
 from .modules import DAY, LOCKS, META, SOURCE, STAGING, TEMPLATES, Key, generator_digest, read_entry
 
 STALE_SECONDS = 3600  # a staging folder this old belongs to a process that died
+SWEPT_SECONDS = 60  # so long after it looked for those, a process that publishes does not look again
 UNUSED_SECONDS = 30 * DAY  # a stale entry this old goes by itself; a younger one may belong to another environment
 _ENTRY_NAME = re.compile(r".+-[0-9a-f]{12}")
 STAMP = ".pruned"
@@ -198,7 +199,7 @@ def _take_away(root: Path, folder: Path) -> bool:
 
 
 def _named(root: Path, prefix: str) -> list[Path]:
-    """What lies in the cache folder under such names. Asked after each publish: a glob takes ten times as long."""
+    """What lies in the cache folder under such names."""
     return [root / name for name in os.listdir(root) if name.startswith(prefix)]
 
 
@@ -220,10 +221,15 @@ def _age(path: Path) -> float:
 # --- by itself, after a publish -----------------------------------------------------------------------------------
 
 
+_swept: dict[Path, float] = {}  # folders, and when this process looked for left-overs in them: it lists all entries
+
+
 def _tidy(root: Path) -> None:
     """Sweep, and once a day prune. It reads no sources and holds no lock; what fails here can wait for another day."""
     try:
-        _sweep(_named(root, STAGING))
+        if time.monotonic() - _swept.get(root, -SWEPT_SECONDS) >= SWEPT_SECONDS:
+            _swept[root] = time.monotonic()
+            _sweep(_named(root, STAGING))
         if _is_due(root / STAMP):
             (root / STAMP).touch(mode=0o600)  # first, so that processes that publish meanwhile do not prune too
             done = _prune(root, _survey(root), _is_long_unused, _size_limit())

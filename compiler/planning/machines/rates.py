@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from ....ir.errors import WeftError
@@ -18,6 +18,7 @@ Library = Literal["torch", "onednn"]
 FORMAT = 1  # of the file
 KIB, MIB = 1024, 1024 * 1024
 WIDTH = 64  # head dimension of the tiles whose products are measured
+MOST_KNOWN = 4096  # tiles whose rate a machine remembers
 CACHE_LEVELS = ("L1", "L2", "L3", "RAM")
 # Exponentials (of 2) that take as long as an operation of each kind, where that was not measured beside them, as in
 # files from before: so it is on one core of an AMD EPYC (Zen 5) with torch 2.13.
@@ -54,12 +55,26 @@ class CpuRates:
 
     def product_flops(self, library: Library, queries: float, keys: float) -> float | None:
         """FLOP/s of such a tile, between those that were measured; None where the library was not measured."""
-        return _between(self.products, library, queries, keys)
+        known, asked = self._between, (library, queries, keys)
+        if asked not in known:
+            if len(known) == MOST_KNOWN:
+                known.clear()
+            known[asked] = _between(self.products, library, queries, keys)
+        return known[asked]
+
+    @cached_property
+    def _between(self) -> dict[tuple[Library, float, float], float | None]:
+        """What was asked for before: a choice of a form asks for the same few tiles hundreds of times."""
+        return {}
 
     def exps_of(self, kind: str) -> float:
         """How many exponentials (of 2) take as long as an operation of this kind."""
-        found = dict(self.operations).get(kind)
+        found = self._rates_of_kinds.get(kind)
         return OPERATIONS[kind] if found is None else self.exp_per_second / found
+
+    @cached_property
+    def _rates_of_kinds(self) -> dict[str, float]:
+        return dict(self.operations)
 
     def attention_flops(self, dtype: str, backward: bool = False) -> float | None:
         return dict((backward and self.attention_backward) or self.attention).get(dtype)
@@ -82,7 +97,6 @@ class CpuRates:
         return 1 / sum(share / rate for share, rate in zip(self.shares(size, cores), self.bandwidths, strict=True))
 
 
-@lru_cache(maxsize=4096)
 def _between(products: tuple[ProductRate, ...], library: Library, queries: float, keys: float) -> float | None:
     """Seconds of a pair are taken to be linear in the logarithms of both lengths, and level beyond measured ones."""
     found = {(rate.queries, rate.keys): rate.flops for rate in products if rate.library == library}
