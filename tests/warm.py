@@ -3,6 +3,7 @@
 import filelock
 import sympy.assumptions.wrapper
 import sympy.tensor.tensor
+import torch._dynamo  # which FSDP, tensors over ranks and optimizers import where they are used first
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 

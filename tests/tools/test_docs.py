@@ -18,7 +18,7 @@ from weft.runtime import build
 from weft.runtime.settings import Settings
 from weft.tools.cli import main
 
-from .. import sentences
+from .. import fresh, sentences
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,6 +94,14 @@ def check_command(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert (tmp_path / named).stat().st_size > 0
 
 
+AS_PYTHON_RUNS_A_FILE = """
+import os, runpy, sys
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.mark.parametrize("path", PAGES)
 def test_other_commands_of_the_documents_are_there(path: str) -> None:
     """Words of make, and programs with their options: they take minutes or a GPU; other tests run what they call."""
@@ -102,7 +110,7 @@ def test_other_commands_of_the_documents_are_there(path: str) -> None:
             for word in words[1:]:
                 assert subprocess.run(["make", "-n", word], cwd=ROOT, capture_output=True).returncode == 0, word
         elif words[0] == "python":
-            said = subprocess.run([sys.executable, *words[1:2], "--help"], cwd=ROOT, capture_output=True, text=True)
+            said = fresh.run(AS_PYTHON_RUNS_A_FILE, words[1], "--help", cwd=ROOT)
             assert said.returncode == 0, said.stderr
             assert all(word in said.stdout for word in words[2:] if word.startswith("--")), words
         elif words[0] != "pip":  # test_install.py runs these
