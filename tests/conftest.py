@@ -5,6 +5,7 @@ import contextlib
 import gc
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,8 @@ def recorded(request: pytest.FixtureRequest) -> Recorded:
     return Recorded(request.path.stem, request.node.name, package, request.config.getoption("record"))
 
 
+SOURCE = "source.py"  # the file of a generated module
+
 # Folders whose cases take seconds: `make test` runs a part of their cases, `make test-all` every one.
 COMPUTES = {"attention", "calls", "models"}
 
@@ -49,7 +52,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Python looks for circles of garbage seldom, and not among what is imported: it took a twelfth of the time."""
+    """Python looks for circles of garbage seldom, and not among what is imported: it took a twelfth of the time.
+
+    Hypothesis draws constants of all modules of a project that are imported. It reads each one for them: not the
+    thousands that are generated here, which took a tenth.
+    """
+    providers = sys.modules.get("hypothesis.internal.conjecture.providers")
+    if hasattr(providers, "is_local_module_file"):
+        is_local = providers.is_local_module_file
+        providers.is_local_module_file = lambda path: Path(path).name != SOURCE and is_local(path)
     gc.collect()
     gc.freeze()
     gc.enable()
