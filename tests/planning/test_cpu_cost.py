@@ -125,7 +125,9 @@ def test_the_price_of_a_mask_is_paid_at_its_edge(machine) -> None:
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
-def test_rates_of_products_lie_between_those_of_measured_tiles() -> None:
+def test_rates_of_products_lie_between_those_of_measured_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of more tiles than it remembers."""
+    monkeypatch.setattr("weft.compiler.planning.machines.rates.MOST_KNOWN", 2)
     rates = replace(
         guessed_rates(1),
         products=tuple(
