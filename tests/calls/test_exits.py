@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import fresh
 
 from ..gpu import exits
 from ..support import mostly
@@ -40,7 +41,7 @@ def test_every_kind_gets_processes() -> None:
 
 
 def run(script: str) -> str:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = fresh.run(script)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return done.stdout.strip()
 
