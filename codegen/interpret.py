@@ -42,6 +42,7 @@ triton_versions.check("interpret")
 
 _ASSIGNMENTS = interpreter.ASTTransformer()
 _JITTED_MODULES = ("standard", "random")
+_JITS = {"triton.jit", "run_time_kernel"}  # decorators of functions that the interpreter runs
 _BUILDER = interpreter.InterpreterBuilder
 _OF_A_LAUNCH = interpreter.interpreter_builder
 _NAMESPACES = (
@@ -62,7 +63,7 @@ def execute_interpreted(text: str, module: ModuleType) -> None:
     """
     tree, written = ast.parse(text), set()
     for function in tree.body:
-        if isinstance(function, ast.FunctionDef) and "triton.jit" in map(ast.unparse, function.decorator_list):
+        if isinstance(function, ast.FunctionDef) and _JITS & {*map(ast.unparse, function.decorator_list)}:
             function.body = [_ASSIGNMENTS.visit(part) for part in function.body]
             written.add(function.name)
     code = compile(ast.fix_missing_locations(tree), str(module.__file__), "exec", dont_inherit=True)
