@@ -179,13 +179,8 @@ def _softmax_of_triton(terms: Terms) -> Blocks:
         """),
         weigh=_lines(weigh),
         accumulate="\n".join(["row_sum = row_sum * rescale + tl.sum(p, 1)", "row_max = new_max", *rescaled]),
-        finish="\n".join(
-            [
-                "safe_sum = tl.where(row_sum == 0.0, 1.0, row_sum)"
-                "  # a row that saw nothing has sum 0, maximum -inf, output 0",
-                "weight = 1.0 / safe_sum",
-            ]
-        ),
+        finish="safe_sum = tl.where(row_sum == 0.0, 1.0, row_sum)"
+        "  # a row that saw nothing has sum 0, maximum -inf, output 0\nweight = 1.0 / safe_sum",
         factor=" * weight[:, None]",
         save="row_log_sum = tl.log2(safe_sum) * LN_2"
         if terms.far
@@ -305,15 +300,22 @@ class Softmax:
 '''
 
 
+def _kept(terms: Terms) -> dict[str, str]:
+    """What `add` is told of dropped weights."""
+    if not terms.drops:
+        return {"kept_argument": "", "kept_text": "", "dropped": ""}
+    return {
+        "kept_argument": ", kept", "kept_text": ", whose weights count `kept` times", "dropped": ".mul_(kept)",
+    }  # fmt: skip
+
+
 def _softmax_of_cpu(terms: Terms) -> Blocks:
     """A class that weighs and adds up at once."""
     parts = {
         "who": "the product" if terms.linear else "`add`", "unit": "units of log 2", "scaled": "",
         "steep_argument": "", "keep_steep": "", "cut": "cut",
         "less_reference": "" if terms.linear else ".add_(self.bias[:, None])", "shrink": "self.top - reference",
-        "kept_argument": ", kept" * terms.drops, "kept_text": ", whose weights count `kept` times" * terms.drops,
-        "dropped": ".mul_(kept)" * terms.drops,
-        "and_what": "and the log of the sum of exponentials",
+        **_kept(terms), "and_what": "and the log of the sum of exponentials",
         "statistics": """mantissa, exponent = torch.frexp(self.total)  # the reference may be far below the maximum
         return mean, (self.top + exponent + mantissa.log2()) * LN_2""",
     }  # fmt: skip
@@ -346,6 +348,15 @@ def _softmax_of_cpu(terms: Terms) -> Blocks:
     )
 
 
+_WEIGHED_IN_ONE_PIECE = _lines("""
+    values = value.to(dtype).reshape(batch * kv_heads, kv_len, -1)
+    if out.dtype == dtype and out.is_contiguous():
+        torch.bmm(weights, values, out=out.view(batch * kv_heads, -1, values.shape[-1]))
+    else:
+        out.copy_(torch.bmm(weights, values).view(out.shape))
+""")
+
+
 def _softmax_in_one_piece(terms: Terms) -> str:
     """Not torch.softmax, whose exponentials have 20 bits on some processors."""
     scaled = ".mul_(LOG2_E)" if terms.far else ""
@@ -354,19 +365,16 @@ def _softmax_in_one_piece(terms: Terms) -> str:
         saved = "torch.stack([top.view(out.shape[:3]), total.log_().view(out.shape[:3])], out=lse)"
     powers = f"logits.sub_(reference){scaled}"
     powers = powers if terms.linear else f"cut({powers})"
-    return _lines(f"""
+    return (
+        _lines(f"""
         top = logits.amax(-1, keepdim=True)
         reference = top.masked_fill(top == -math.inf, 0.0)  # a row that sees nothing, or scores of -inf alone
         weights = {powers}.exp2_()
         total = weights.sum(-1, keepdim=True)
         weights.div_(total.masked_fill(total == 0.0, 1.0))
-        values = value.to(dtype).reshape(batch * kv_heads, kv_len, -1)
-        if out.dtype == dtype and out.is_contiguous():
-            torch.bmm(weights, values, out=out.view(batch * kv_heads, -1, values.shape[-1]))
-        else:
-            out.copy_(torch.bmm(weights, values).view(out.shape))
-        {saved}
     """)
+        + f"\n{_WEIGHED_IN_ONE_PIECE}\n{saved}"
+    )
 
 
 # -- sigmoid and relu: a weight depends on its pair alone, so that nothing runs along ----------------------------------
@@ -502,27 +510,14 @@ def _pairs_of_cpu(name: str, slope: str) -> Texts:
     weigh = _lines(_WEIGHTS_OF_CPU[name])
 
     def blocks(terms: Terms) -> Blocks:
-        dropped = ".mul_(kept)" * terms.drops
-        parts = {
-            "kept_argument": ", kept" * terms.drops, "kept_text": ", whose weights count `kept` times" * terms.drops,
-            "dropped": dropped,
-        }  # fmt: skip
+        kept = _kept(terms)
         return Blocks(
-            define=f"{weigh}\n\n\n{_lines(_SUM_OF_CPU.format(**parts))}",
+            define=f"{weigh}\n\n\n{_lines(_SUM_OF_CPU.format(**kept))}",
             backward_define=weigh,
             init="WeightedSum()",
-            in_one_piece=""
-            if terms.drops
-            else _lines("""
-                weights = weights_of(logits)
-                values = value.to(dtype).reshape(batch * kv_heads, kv_len, -1)
-                if out.dtype == dtype and out.is_contiguous():
-                    torch.bmm(weights, values, out=out.view(batch * kv_heads, -1, values.shape[-1]))
-                else:
-                    out.copy_(torch.bmm(weights, values).view(out.shape))
-            """),
+            in_one_piece="" if terms.drops else f"weights = weights_of(logits)\n{_WEIGHED_IN_ONE_PIECE}",
             backward_weight=f"weights = weights_of({terms.score})",
-            backward_score=f"dscore = product(values, douts){dropped}\n{slope}",
+            backward_score=f"dscore = product(values, douts){kept['dropped']}\n{slope}",
         )
 
     return blocks
