@@ -545,14 +545,8 @@ class FunctionPrinter:
         if not self.language.is_gpu:
             return []
         local = {"block", *(line.name for line in program.body)}
-        found = {
-            printer(n)
-            for line in program.body
-            for n in nodes(line.value)
-            if isinstance(n, (Scalar, Symbol))
-            and n.dtype == "int"
-            and not (isinstance(n, Symbol) and n.name in (*local, "block"))
-        }
+        leaves = {n for line in program.body for n in nodes(line.value) if isinstance(n, (Scalar, Symbol))}
+        found = {printer(n) for n in leaves if n.dtype == "int" and not (isinstance(n, Symbol) and n.name in local)}
         return [f"{name} = {self.language.module}.cast({name}, {self.language.module}.int64)" for name in sorted(found)]
 
     def _narrowed(self, body: tuple[Assign, ...], name: str) -> str:
@@ -564,17 +558,14 @@ class FunctionPrinter:
     def _tile_lookups(self, program: TileProgram, prefix: str = "") -> list[str]:
         printer = Printer(self.language.dialect, scalar_code=True)
         arguments = ", ".join(("i", *program.outputs))
+        found = (("edge_tile", "the mask", program.edge_tile), ("full_tile", "no mask", program.full_tile))
         return [
             self._function(
-                f"{prefix}edge_tile({arguments})",
-                "Index of the i-th tile that needs the mask.",
-                [f"return {printer(program.edge_tile)}"],
-            ),
-            self._function(
-                f"{prefix}full_tile({arguments})",
-                "Index of the i-th tile that needs no mask.",
-                [f"return {printer(program.full_tile)}"],
-            ),
+                f"{prefix}{name}({arguments})",
+                f"Index of the i-th tile that needs {what}.",
+                [f"return {printer(tile)}"],
+            )
+            for name, what, tile in found
         ]
 
     # -- text ----------------------------------------------------------------------------------------------------------
@@ -613,11 +604,9 @@ class FunctionPrinter:
         """What the functions call: reads of ints, and the operators that the language lacks."""
         if not self.language.is_gpu:
             return called([IEEE, IN_RANGE], text)
-        helpers = []
-        if "as_bound(" in text:
-            helpers.append(AS_BOUND.format(jit=self.language.decorator, m=self.language.module))
-        if "as_int(" in text:
-            helpers.append(AS_INT.format(jit=self.language.decorator, m=self.language.module))
+        given = {"jit": self.language.decorator, "m": self.language.module}
+        known = {"as_bound(": AS_BOUND, "as_int(": AS_INT}
+        helpers = [helper.format(**given) for name, helper in known.items() if name in text]
         of_operators = dict.fromkeys(self._helper(op) for op in OPERATORS.values() if op.helper)  # some share one
         return [*helpers, *called(list(of_operators), text)]
 
