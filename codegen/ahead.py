@@ -26,9 +26,10 @@ from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.target import CallTensors, Target
 from ..ir.errors import UnavailableError
 from .launch.device import Asked, Device
+from .launch.fixed import WARPS
 from .launch.launcher import KernelLauncher
 from .launch.launching import AnyRun, assembled, parameters_of
-from .launch.summing import KERNEL, OPTIONS, binding_of, types_of
+from .launch.summing import KERNEL, constants_of, types_of
 from .loader import without_holes
 
 TYPE_NAMES = {
@@ -133,9 +134,8 @@ class Recording(Device):
     def sum_listed(self, sums: Tensor, entries: Tensor, ranges: Tensor, group: int, shares: Tensor) -> None:
         kernel = getattr(without_holes(KERNEL, False), KERNEL)
         names, _ = parameters_of(kernel)
-        found = binding_of(names, group)
-        arguments = {**dict(zip(names, types_of(entries.dtype))), **found.constants}
-        self.seen.append(Compilation(kernel, arguments, OPTIONS))
+        arguments = {**dict(zip(names, types_of(entries.dtype))), **constants_of(group)}
+        self.seen.append(Compilation(kernel, arguments, {"num_warps": WARPS}))
 
 
 def compilations(

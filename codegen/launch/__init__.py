@@ -22,7 +22,7 @@ belongs to one part, which alone gives it the constants that kernels do not have
     measures.py sums.py division.py descriptors.py     the parts
     finish.py adding.py     how sums become gradients: on the direct way, and by torch
     launching.py starting.py                            what of Triton's runtime is used
-    appending.py summing.py                             two kernels that are the same for every variant
+    fixed.py appending.py quantizing.py summing.py      kernels that are the same for every variant
     shared.py       two modules for one call: long sequences, then short ones
     runs.py allocating.py   sequences of equal lengths, and memory of tiles, on a CPU
 

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...compiler.planning.machines.hardware import for_device
-from ...compiler.planning.signature import starts_early
 from ...ir.numbers import next_power
-from ..loader import without_holes
-from .binding import Binding
+from .fixed import WIDE, Fixed, Ready
 
 KERNEL = "append_rows"
 _ROWS = 8  # of a program: few, as a step of decode has few rows
-_STRIDES = [f"{name}_s{axis}" for name in ("key", "value", "keys", "values") for axis in "bhl"]
+# a cache may have more elements than int32 counts
+STRIDES = [f"{name}_s{axis}" for name in ("key", "value", "keys", "values") for axis in "bhl"]
 Mode = tuple[torch.dtype, int, int, bool]  # width of a key, of a value or 0, whether everything is aligned
-_INT64 = 1 << 40  # strides are compiled as int64: a cache may have more elements than int32 counts
 
 
-class Appending:
-    """Launches of the kernel on one device, or in Triton's interpreter."""
-
-    def __init__(self, device: int, interprets: bool) -> None:
-        from . import launching  # lazy: imports triton
-
-        self._launching, self._device, self._interprets = launching, device, interprets
-        self._kernel = getattr(without_holes(KERNEL, interprets), KERNEL)
-        self._starts_early = not interprets and starts_early(for_device(torch.device("cuda", device)).arch)
-        self._runs: dict[Mode, tuple[Any, tuple[object, ...]]] = {}
+class Appending(Fixed):
+    """Launches of the kernel."""
 
     def __call__(
         self, key: Tensor, value: Tensor | None, keys: Tensor, values: Tensor | None, slots: Tensor
@@ -51,7 +39,7 @@ class Appending:
         mode = (key.dtype, width, value_width, (key_at | value_at | keys_at | values_at | steps) & 15 == 0)
         ready = self._runs.get(mode)
         if ready is None:
-            ready = self._runs[mode] = self._prepared(mode)
+            ready = self._runs[mode] = self._of_kind(mode)
         run, constants = ready
         places = (slots, key, value, keys, values) if self._interprets else (
             slots.data_ptr(), key_at, value_at, keys_at, values_at
@@ -63,28 +51,21 @@ class Appending:
         stream = 0 if self._interprets else self._launching.current_stream(self._device)
         run(-(-batches * length // _ROWS) * heads, arguments, stream)
 
-    def _prepared(self, mode: Mode) -> tuple[Any, tuple[object, ...]]:
-        """What launches rows of one kind, and the constants that a launch is handed."""
-        binding = binding_of(self._launching.parameters_of(self._kernel)[0], mode, self._starts_early)
-        if self._interprets:
-            return self._launching.interpreted(self._kernel, binding, {"num_warps": 4}), ()
-        options = {"num_warps": 4} | ({"launch_pdl": True} if self._starts_early else {})
-        types = [torch.int32, *[mode[0]] * 4, *[1] * 4, *[_INT64] * len(_STRIDES)]
-        with torch.cuda.device(self._device):
-            run = self._launching.compiled(self._kernel, binding, types, options)
-        return run, tuple(binding.constants.values())
+    def _of_kind(self, mode: Mode) -> Ready:
+        """What launches rows of one kind."""
+        types = [torch.int32, *[mode[0]] * 4, *[1] * 4, *[WIDE] * len(STRIDES)]
+        return self._prepared(KERNEL, types, constants_of(mode, self._starts_early))
 
 
-def binding_of(parameters: list[str], mode: Mode, starts_early: bool) -> Binding:
+def constants_of(mode: Mode, starts_early: bool) -> dict[str, object]:
     """What is constant for rows of one kind on one machine."""
     _, width, value_width, aligned = mode
-    constants = {
+    return {
         "ROWS": _ROWS, "KEY_WIDTH": width, "KEY_BLOCK": next_power(width), "VALUE_WIDTH": value_width,
         "VALUE_BLOCK": next_power(value_width), "ALIGNED": aligned, "STARTS_EARLY": starts_early,
     }  # fmt: skip
-    return Binding(KERNEL, parameters, "", constants)
 
 
 @cache
 def appending(device: int, interprets: bool) -> Appending:
-    return Appending(device, interprets)
+    return Appending(KERNEL, device, interprets)

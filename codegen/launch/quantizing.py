@@ -4,35 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...compiler.planning.machines.hardware import for_device
-from ...compiler.planning.signature import starts_early
 from ...ir.numbers import next_power
-from ..loader import without_holes
-from .binding import Binding
+from .fixed import WARPS, WIDE, Fixed, Ready
 from .scaled import shift_of
 
 MODULE, QUANTIZE, APPEND = "quantize", "quantize_rows", "append_quantized"
 DEQUANTIZE, OF_PAGES = "dequantize_rows", "dequantize_pages"
 OF_TENSOR, OF_HEAD = -1, 0  # in place of the rows of a block: one descale for all, or for each head
 _ROWS, _ROWS_OF_REAL, _ROWS_OF_STEP = 32, 64, 8  # of a program, of a tensor, its real numbers, new rows of a cache
-_WIDE = 1 << 40  # strides are compiled as int64
 
 
-class Quantizing:
-    """Launches of the kernels on one device, or in Triton's interpreter."""
-
-    def __init__(self, device: int, interprets: bool) -> None:
-        from . import launching  # lazy: imports triton
-
-        self._launching, self._device, self._interprets = launching, device, interprets
-        self._module = without_holes(MODULE, interprets)
-        self._starts_early = not interprets and starts_early(for_device(torch.device("cuda", device)).arch)
-        self._runs: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+class Quantizing(Fixed):
+    """Launches of the kernels."""
 
     # -- a tensor ------------------------------------------------------------------------------------------------------
     def tensor(self, x: Tensor, rows: int, data: Tensor, descale: Tensor) -> None:
@@ -54,7 +41,9 @@ class Quantizing:
                 "MOST": torch.finfo(data.dtype).max, "PASS": each, "OF_TENSOR": rows == OF_TENSOR, "COLUMNS": columns,
                 "ALIGNED": (x.data_ptr() | _joined(strides[:3]) * x.element_size()) & 15 == 0,
             }  # fmt: skip
-            self._launch(QUANTIZE, given, (heads, length), strides, constants, programs, warps=8 if block > 32 else 4)
+            self._launch(
+                QUANTIZE, given, (heads, length), strides, constants, programs, warps=8 if block > 32 else WARPS
+            )
 
     def real(self, data: Tensor, descale: Tensor | None, x: Tensor) -> None:
         """Fill x [B, H, L, D], contiguous, with data times descale [B, H, 1 or blocks, 1]; without one, with data."""
@@ -131,7 +120,7 @@ class Quantizing:
                 "VALUE_BLOCK": next_power(value_width), "MOST": torch.finfo(keys.dtype).max, "BY_TOKEN": by_token,
                 "ALIGNED": is_aligned, "STARTS_EARLY": self._starts_early, "ROTARY": rotary,
             }  # fmt: skip
-            ready = self._runs[kind] = self._prepared(APPEND, given, 4, len(strides), constants, 4)
+            ready = self._runs[kind] = self._of_kind(APPEND, given, 4, len(strides), constants)
         programs = -(-batches * length // _ROWS_OF_STEP) * heads
         self._run(ready, programs, given, (batches * length, length, heads, keys.shape[2]), strides)
 
@@ -142,32 +131,24 @@ class Quantizing:
         kind = (name, *[t.dtype for t in tensors], *constants.values())
         ready = self._runs.get(kind)
         if ready is None:
-            ready = self._runs[kind] = self._prepared(name, tensors, len(sizes), len(strides), constants, warps)
+            ready = self._runs[kind] = self._of_kind(name, tensors, len(sizes), len(strides), constants, warps)
         self._run(ready, programs, tensors, sizes, strides)
 
     def _run(
-        self, ready: tuple[Any, tuple[object, ...]], programs: int, tensors: Sequence[Tensor], sizes: Sequence[int],
-        strides: Sequence[int],
+        self, ready: Ready, programs: int, tensors: Sequence[Tensor], sizes: Sequence[int], strides: Sequence[int]
     ) -> None:  # fmt: skip
         run, fixed = ready
         places = tensors if self._interprets else [t.data_ptr() for t in tensors]
         stream = 0 if self._interprets else self._launching.current_stream(self._device)
         run(programs, (*places, *sizes, *strides, *fixed), stream)
 
-    def _prepared(
+    def _of_kind(
         self, name: str, tensors: Sequence[Tensor], n_sizes: int, n_strides: int, constants: Mapping[str, object],
-        warps: int,
-    ) -> tuple[Any, tuple[object, ...]]:  # fmt: skip
-        """What launches a kernel for tensors of one kind, and the constants that a launch is handed."""
-        kernel = getattr(self._module, name)
-        binding = Binding(name, self._launching.parameters_of(kernel)[0], "", constants)
-        if self._interprets:
-            return self._launching.interpreted(kernel, binding, {"num_warps": warps}), ()
-        options = {"num_warps": warps} | ({"launch_pdl": True} if constants.get("STARTS_EARLY") else {})
-        types = [*[t.dtype for t in tensors], *[1] * n_sizes, *[_WIDE] * n_strides]
-        with torch.cuda.device(self._device):
-            run = self._launching.compiled(kernel, binding, types, options)
-        return run, tuple(constants.values())
+        warps: int = WARPS,
+    ) -> Ready:  # fmt: skip
+        """What launches a kernel for tensors of one kind."""
+        types = [*[t.dtype for t in tensors], *[1] * n_sizes, *[WIDE] * n_strides]
+        return self._prepared(name, types, constants, warps)
 
 
 def _joined(values: Sequence[int]) -> int:
@@ -180,4 +161,4 @@ def _joined(values: Sequence[int]) -> int:
 
 @cache
 def quantizing(device: int, interprets: bool) -> Quantizing:
-    return Quantizing(device, interprets)
+    return Quantizing(MODULE, device, interprets)

@@ -1,0 +1,47 @@
+"""Kernels that are the same for every variant: what is made once of each kind of their launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ...compiler.planning.machines.hardware import for_device
+from ...compiler.planning.signature import starts_early
+from ..loader import without_holes
+from .binding import Binding
+
+WARPS = 4  # of a program, where a kernel wants no other number
+WIDE = 1 << 40  # stands for a number that is compiled as int64
+Ready = tuple[Any, tuple[object, ...]]  # what launches a kernel, and the constants that a launch is handed
+
+
+class Fixed:
+    """The kernels of a module without holes, on one device or in Triton's interpreter."""
+
+    def __init__(self, module: str, device: int, interprets: bool) -> None:
+        from . import launching  # lazy: imports triton
+
+        self._launching, self._device, self._interprets = launching, device, interprets
+        self._module = without_holes(module, interprets)
+        self._runs: dict[object, Ready] = {}  # by all that their constants follow from
+
+    @cached_property
+    def _starts_early(self) -> bool:
+        """Whether a kernel may be launched before the one in front of it is done."""
+        return not self._interprets and starts_early(for_device(torch.device("cuda", self._device)).arch)
+
+    def _prepared(
+        self, name: str, types: Sequence[object], constants: Mapping[str, object], warps: int = WARPS
+    ) -> Ready:  # fmt: skip
+        """types: of the run-time arguments, as a compilation takes them."""
+        kernel, options = getattr(self._module, name), {"num_warps": warps}
+        binding = Binding(name, self._launching.parameters_of(kernel)[0], "", constants)
+        if self._interprets:
+            return self._launching.interpreted(kernel, binding, options), ()
+        options |= {"launch_pdl": True} if constants.get("STARTS_EARLY") else {}
+        with torch.cuda.device(self._device):
+            run = self._launching.compiled(kernel, binding, types, options)
+        return run, tuple(constants.values())
