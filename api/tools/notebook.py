@@ -49,6 +49,14 @@ def _plan_html(plan: Plan) -> str:
     return plan_page(plan)
 
 
+def _plan_text(plan: Plan) -> str:
+    """The same as text."""
+    from ..compiler.planning.explain import explain  # lazy: imports rich
+
+    return explain(plan)
+
+
 if not TYPE_CHECKING:  # declared in both classes
     Node.show_mask = _show_mask
     Plan._repr_html_ = _plan_html
+    Plan.__str__ = _plan_text

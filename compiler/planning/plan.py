@@ -256,7 +256,7 @@ class Sums:
     seconds: float  # of all
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The schedule as data: everything code generation and `explain` need."""
 
@@ -310,7 +310,13 @@ class Plan:
         besides = self.sums.seconds if self.sums is not None and direction == "backward" else 0.0
         return besides + sum(k.seconds for k in self._of(direction))
 
-    if TYPE_CHECKING:  # api/tools/notebook.py has it: what explains a plan imports this module
+    def __repr__(self) -> str:
+        kernels = ", ".join(f"{k.name}={k.target}:{k.form}" for k in self.kernels)
+        return f"<plan of {self.name} for {self.hardware.name}: {kernels}>"
+
+    if TYPE_CHECKING:  # api/tools/notebook.py has them: what explains a plan imports this module
+
+        def __str__(self) -> str: ...
 
         def _repr_html_(self) -> str: ...
 

@@ -246,6 +246,13 @@ def test_a_plan_shows_what_explain_prints(variant, more: dict) -> None:
     assert [title.split(" ")[0] for title in opened] == [*(k.name for k in plan.kernels), "What"]
 
 
+def test_a_plan_prints_what_explain_says() -> None:
+    """At a prompt it is a line, and printed it is the text, less the score, the mask and where tiles look."""
+    plan = LOCAL.plan(SHAPE, device="h100")
+    assert set(str(plan).splitlines()) <= set(LOCAL.explain(SHAPE, device="h100").splitlines())
+    assert repr(plan).startswith(f"<plan of {LOCAL.name} for h100: flash_forward=hopper:") and len(repr(plan)) < 300
+
+
 def test_colours_are_those_of_the_page() -> None:
     """So that they read on a dark page too; a picture has a background of its own."""
     for html in (LOCAL._repr_html_(), LOCAL.plan(SHAPE, device="h100")._repr_html_(), masks.causal._repr_html_()):
