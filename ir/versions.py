@@ -44,19 +44,23 @@ def tested(library: str) -> str:
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """Of names `module:attribute.attribute`, those that are not there."""
-    return [name for name in names if not _is_there(name)]
+    """Of names `module:attribute.attribute`, those that are not there; with what failed, where an import did."""
+    return [name + why for name in names if (why := _absence(name)) is not None]
 
 
-def _is_there(name: str) -> bool:
+def _absence(name: str) -> str | None:
+    """None where it is there; else the failure of another library that its import met, or ""."""
     module, _, path = name.partition(":")
     try:
         found: object = import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError):
-        return False
-    return True
+    except (ImportError, AttributeError) as error:
+        root: BaseException = error
+        while root.__cause__ is not None:
+            root = root.__cause__
+        return "" if root is error else f" ({type(root).__name__}: {str(root).splitlines()[0] if str(root) else ''})"
+    return None
 
 
 def refuse(library: str, version: str, lacks: list[str]) -> None:
@@ -64,6 +68,11 @@ def refuse(library: str, version: str, lacks: list[str]) -> None:
     if lacks:
         (low, lower), (high, higher) = TESTED[library]
         wanted = f"{library}>={low}.{lower},<{high}.{higher + 1}"
+        if broken := [lack for lack in lacks if lack.endswith(")")]:
+            raise UnavailableError(
+                f"weft: {library} {version} cannot be imported: {broken[0]}; mend or remove what fails, which is most "
+                "often a library beside it that was built for another version"
+            )
         raise UnavailableError(
             f"weft: {library} {version} lacks what Weft uses of it: {', '.join(lacks)}; tested are {tested(library)}: "
             f"pip install '{wanted}'"

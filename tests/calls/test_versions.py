@@ -45,6 +45,22 @@ def test_what_is_missing_is_named() -> None:
     versions.refuse("triton", "4.0", [])
 
 
+def test_an_import_that_fails_elsewhere_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers beside a torchvision of another torch: another version of transformers would not help."""
+    (tmp_path / "lazy_library.py").write_text(
+        "def __getattr__(name):\n"
+        "    try:\n"
+        "        raise RuntimeError('operator vision::nms does not exist')\n"
+        "    except RuntimeError as error:\n"
+        "        raise ModuleNotFoundError(f'Could not import module {name}') from error\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    lacks = versions.missing(["lazy_library:Interface.register"])
+    with pytest.raises(UnavailableError, match=r"cannot be imported: lazy_library:.*nms does not exist.*mend") as found:
+        versions.refuse("transformers", "5.24.0", lacks)
+    assert "pip install" not in str(found.value)
+
+
 def test_the_installed_triton_has_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from weft.codegen import triton_versions
