@@ -17,8 +17,11 @@ STRIDES = [f"{name}_s{axis}" for name in ("key", "value", "keys", "values") for 
 Mode = tuple[torch.dtype, int, int, bool]  # width of a key, of a value or 0, whether everything is aligned
 
 
-class Appending(Fixed):
+class Appending:
     """Launches of the kernel."""
+
+    def __init__(self, kernels: Fixed) -> None:
+        self._kernels = kernels
 
     def __call__(
         self, key: Tensor, value: Tensor | None, keys: Tensor, values: Tensor | None, slots: Tensor
@@ -37,24 +40,24 @@ class Appending(Fixed):
         steps = key_sb | key_sh | key_sl | value_sb | value_sh | value_sl | keys_sb | keys_sh | keys_sl
         steps = (steps | values_sb | values_sh | values_sl) * key.element_size()
         mode = (key.dtype, width, value_width, (key_at | value_at | keys_at | values_at | steps) & 15 == 0)
-        ready = self._runs.get(mode)
+        ready = self._kernels.runs.get(mode)
         if ready is None:
-            ready = self._runs[mode] = self._of_kind(mode)
+            ready = self._kernels.runs[mode] = self._of_kind(mode)
         run, constants = ready
-        places = (slots, key, value, keys, values) if self._interprets else (
+        places = (slots, key, value, keys, values) if self._kernels.interprets else (
             slots.data_ptr(), key_at, value_at, keys_at, values_at
         )  # fmt: skip
         arguments = (
             *places, batches * length, length, heads, keys.shape[2], key_sb, key_sh, key_sl, value_sb, value_sh,
             value_sl, keys_sb, keys_sh, keys_sl, values_sb, values_sh, values_sl, *constants,
         )  # fmt: skip
-        stream = 0 if self._interprets else self._launching.current_stream(self._device)
+        stream = self._kernels.stream()
         run(-(-batches * length // _ROWS) * heads, arguments, stream)
 
     def _of_kind(self, mode: Mode) -> Ready:
         """What launches rows of one kind."""
         types = [torch.int32, *[mode[0]] * 4, *[1] * 4, *[WIDE] * len(STRIDES)]
-        return self._prepared(KERNEL, types, constants_of(mode, self._starts_early))
+        return self._kernels.prepared(KERNEL, types, constants_of(mode, self._kernels.starts_early))
 
 
 def constants_of(mode: Mode, starts_early: bool) -> dict[str, object]:
@@ -68,4 +71,4 @@ def constants_of(mode: Mode, starts_early: bool) -> dict[str, object]:
 
 @cache
 def appending(device: int, interprets: bool) -> Appending:
-    return Appending(KERNEL, device, interprets)
+    return Appending(Fixed(KERNEL, device, interprets))

@@ -24,22 +24,26 @@ class Fixed:
     def __init__(self, module: str, device: int, interprets: bool) -> None:
         from . import launching  # lazy: imports triton
 
-        self._launching, self._device, self._interprets = launching, device, interprets
+        self._launching, self._device, self.interprets = launching, device, interprets
         self._module = without_holes(module, interprets)
-        self._runs: dict[object, Ready] = {}  # by all that their constants follow from
+        self.runs: dict[object, Ready] = {}  # by all that their constants follow from
 
     @cached_property
-    def _starts_early(self) -> bool:
+    def starts_early(self) -> bool:
         """Whether a kernel may be launched before the one in front of it is done."""
-        return not self._interprets and starts_early(for_device(torch.device("cuda", self._device)).arch)
+        return not self.interprets and starts_early(for_device(torch.device("cuda", self._device)).arch)
 
-    def _prepared(
+    def stream(self) -> int:
+        """That launches go to."""
+        return 0 if self.interprets else int(self._launching.current_stream(self._device))
+
+    def prepared(
         self, name: str, types: Sequence[object], constants: Mapping[str, object], warps: int = WARPS
     ) -> Ready:  # fmt: skip
         """types: of the run-time arguments, as a compilation takes them."""
         kernel, options = getattr(self._module, name), {"num_warps": warps}
         binding = Binding(name, self._launching.parameters_of(kernel)[0], "", constants)
-        if self._interprets:
+        if self.interprets:
             return self._launching.interpreted(kernel, binding, options), ()
         options |= {"launch_pdl": True} if constants.get("STARTS_EARLY") else {}
         with torch.cuda.device(self._device):

@@ -18,8 +18,11 @@ OF_TENSOR, OF_HEAD = -1, 0  # in place of the rows of a block: one descale for a
 _ROWS, _ROWS_OF_REAL, _ROWS_OF_STEP = 32, 64, 8  # of a program, of a tensor, its real numbers, new rows of a cache
 
 
-class Quantizing(Fixed):
+class Quantizing:
     """Launches of the kernels."""
+
+    def __init__(self, kernels: Fixed) -> None:
+        self._kernels = kernels
 
     # -- a tensor ------------------------------------------------------------------------------------------------------
     def tensor(self, x: Tensor, rows: int, data: Tensor, descale: Tensor) -> None:
@@ -113,14 +116,14 @@ class Quantizing(Fixed):
         is_aligned = (key.data_ptr() | value.data_ptr() | steps * key.element_size()) & 15 == 0
         dtypes = key.dtype, value.dtype, keys.dtype, values.dtype
         kind = (APPEND, *dtypes, width, value_width, by_token, rotary, is_aligned)
-        ready = self._runs.get(kind)
+        ready = self._kernels.runs.get(kind)
         if ready is None:  # a step of a decode makes none of this again
             constants = {
                 "ROWS": _ROWS_OF_STEP, "KEY_WIDTH": width, "KEY_BLOCK": next_power(width), "VALUE_WIDTH": value_width,
                 "VALUE_BLOCK": next_power(value_width), "MOST": torch.finfo(keys.dtype).max, "BY_TOKEN": by_token,
-                "ALIGNED": is_aligned, "STARTS_EARLY": self._starts_early, "ROTARY": rotary,
+                "ALIGNED": is_aligned, "STARTS_EARLY": self._kernels.starts_early, "ROTARY": rotary,
             }  # fmt: skip
-            ready = self._runs[kind] = self._of_kind(APPEND, given, 4, len(strides), constants)
+            ready = self._kernels.runs[kind] = self._of_kind(APPEND, given, 4, len(strides), constants)
         programs = -(-batches * length // _ROWS_OF_STEP) * heads
         self._run(ready, programs, given, (batches * length, length, heads, keys.shape[2]), strides)
 
@@ -129,17 +132,17 @@ class Quantizing(Fixed):
         constants: Mapping[str, object], programs: int, warps: int = 4,
     ) -> None:  # fmt: skip
         kind = (name, *[t.dtype for t in tensors], *constants.values())
-        ready = self._runs.get(kind)
+        ready = self._kernels.runs.get(kind)
         if ready is None:
-            ready = self._runs[kind] = self._of_kind(name, tensors, len(sizes), len(strides), constants, warps)
+            ready = self._kernels.runs[kind] = self._of_kind(name, tensors, len(sizes), len(strides), constants, warps)
         self._run(ready, programs, tensors, sizes, strides)
 
     def _run(
         self, ready: Ready, programs: int, tensors: Sequence[Tensor], sizes: Sequence[int], strides: Sequence[int]
     ) -> None:  # fmt: skip
         run, fixed = ready
-        places = tensors if self._interprets else [t.data_ptr() for t in tensors]
-        stream = 0 if self._interprets else self._launching.current_stream(self._device)
+        places = tensors if self._kernels.interprets else [t.data_ptr() for t in tensors]
+        stream = self._kernels.stream()
         run(programs, (*places, *sizes, *strides, *fixed), stream)
 
     def _of_kind(
@@ -148,7 +151,7 @@ class Quantizing(Fixed):
     ) -> Ready:  # fmt: skip
         """What launches a kernel for tensors of one kind."""
         types = [*[t.dtype for t in tensors], *[1] * n_sizes, *[WIDE] * n_strides]
-        return self._prepared(name, types, constants, warps)
+        return self._kernels.prepared(name, types, constants, warps)
 
 
 def _joined(values: Sequence[int]) -> int:
@@ -161,4 +164,4 @@ def _joined(values: Sequence[int]) -> int:
 
 @cache
 def quantizing(device: int, interprets: bool) -> Quantizing:
-    return Quantizing(MODULE, device, interprets)
+    return Quantizing(Fixed(MODULE, device, interprets))

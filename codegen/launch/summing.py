@@ -14,21 +14,24 @@ SHARES = 16  # of an entry's sums, so that few entries keep a GPU busy
 _ENTRIES = 32
 
 
-class Summing(Fixed):
+class Summing:
     """Launches of the kernel."""
+
+    def __init__(self, kernels: Fixed) -> None:
+        self._kernels = kernels
 
     def __call__(self, sums: Tensor, entries: Tensor, ranges: Tensor, group: int, shares: Tensor) -> None:
         """Listed sums and their entries to shares [SHARES, entries of the table]; ranges of groups of `group` sums."""
         n_groups, n_entries = ranges.shape[0], shares.shape[1]
-        ready = self._runs.get((group, entries.dtype))
+        ready = self._kernels.runs.get((group, entries.dtype))
         if ready is None:
-            made = self._prepared(KERNEL, types_of(entries.dtype), constants_of(group))
-            ready = self._runs[group, entries.dtype] = made
+            made = self._kernels.prepared(KERNEL, types_of(entries.dtype), constants_of(group))
+            ready = self._kernels.runs[group, entries.dtype] = made
         run, constants = ready
-        places = (sums, entries, ranges, shares) if self._interprets else (
+        places = (sums, entries, ranges, shares) if self._kernels.interprets else (
             sums.data_ptr(), entries.data_ptr(), ranges.data_ptr(), shares.data_ptr()
         )  # fmt: skip
-        stream = 0 if self._interprets else self._launching.current_stream(self._device)
+        stream = self._kernels.stream()
         programs = -(-n_entries // _ENTRIES) * SHARES
         run(programs, (*places, n_groups, sums.numel(), n_entries, *constants), stream)
 
@@ -45,4 +48,4 @@ def constants_of(group: int) -> dict[str, int]:
 
 @cache
 def summing(device: int, interprets: bool) -> Summing:
-    return Summing(KERNEL, device, interprets)
+    return Summing(Fixed(KERNEL, device, interprets))
