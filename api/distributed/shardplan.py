@@ -22,7 +22,7 @@ from ..ir.expr import TensorOperand
 from ..ir.numbers import is_int
 from ..ir.philox import TOGETHER
 from ..runtime.run.variant import variant_of
-from . import rows
+from . import rings, rows
 from .described import lines
 from .rows import Deal, Run, Runs, common, count, joined, without
 from .seen import PackedSight, Sight
@@ -300,7 +300,7 @@ class ShardPlan:
             if sum(times) > sum(slowest):
                 waits = any(time > 2 * products for time, products in zip((forward, backward), compute))
                 of_others = beyond / self.links.between > self._travel(rank) / 2
-                slowest, bound = times, _links(of_others) if waits else "products"
+                slowest, bound = times, rings.links(of_others) if waits else "products"
             busiest = max(busiest, (inside, beyond), key=sum)
         return Predicted(*slowest, alone, *busiest, bound)
 
@@ -314,8 +314,8 @@ class ShardPlan:
             near, far = self._sources(rank)
             of_near, of_far = (t / max(1, n) for t, n in zip(self._travels(rank), (near, far)))
             return (
-                ring_forward(near, far, of_near, of_far, share * forward, (1 - share) * forward),
-                ring_backward(near, far, of_near, of_far, share * backward, (1 - share) * backward),
+                rings.forward(near, far, of_near, of_far, share * forward, (1 - share) * forward),
+                rings.backward(near, far, of_near, of_far, share * backward, (1 - share) * backward),
             )
         # a backward computes others' keys first, so that their gradients travel while it computes its own
         return (
@@ -326,12 +326,12 @@ class ShardPlan:
     def _predicted_of_heads(self, seconds: tuple[float, float], alone: float) -> Predicted:
         inside, beyond, travel = self._dealing
         forward, backward = (sum(self.pairs) / self.ranks * s for s in seconds)
-        bound = "products" if forward > travel else _links(beyond)
+        bound = "products" if forward > travel else rings.links(beyond)
         return Predicted(forward + travel, backward + travel, alone, inside, beyond, bound)
 
     def _predicted_of_both(self, alone: float) -> Predicted:
         (inside, beyond, travel), found = self._dealing, self.of_some_heads.predicted
-        bound = found.bound if found.bound != "products" or found.forward > travel else _links(beyond)
+        bound = found.bound if found.bound != "products" or found.forward > travel else rings.links(beyond)
         near, far = inside + found.bytes_in_host, beyond + found.bytes_between
         return Predicted(found.forward + travel, found.backward + travel, alone, near, far, bound)
 
@@ -677,46 +677,6 @@ def _tasks(queries: Deal, sight: Sight | PackedSight) -> tuple[tuple[Task, ...],
     own = [queries.rows(rank) for rank in range(queries.ranks)]
     seen = dict(zip(every := [run for of_rank in own for run in of_rank], sight.keys_of(every)))
     return tuple(tuple(Task(run, seen[run]) for run in of_rank) for of_rank in own)
-
-
-def ring_forward(inside: int, beyond: int, of_inside: float, of_beyond: float, own: float, others: float) -> float:
-    """Seconds of steps that each compute while the keys of the next one arrive: own keys, those of so many ranks of the
-    host, then of ranks of other hosts.
-
-    of_inside, of_beyond: seconds that keys of one of them take to arrive. own, others: of products.
-
-    >>> ring_forward(1, 2, 1.0, 5.0, 3.0, 6.0)  # 3 while 1 arrives, 5 for products of 2, and again, then products of 2
-    15.0
-    """
-    number = inside + beyond
-    if not number:
-        return own
-    each = others / number
-    first = of_inside if inside else of_beyond
-    rest = inside * max(each, of_inside) + beyond * max(each, of_beyond) - max(each, first)
-    return max(own, first) + rest + each
-
-
-def ring_backward(inside: int, beyond: int, of_inside: float, of_beyond: float, own: float, others: float) -> float:
-    """The same of a backward. It waits for the keys of the first, and computes its own last. While it computes those of
-    one rank, keys of the next arrive, and gradients of the one before travel.
-
-    >>> ring_backward(1, 2, 1.0, 5.0, 3.0, 6.0)  # 1, then 5, 6 and 5 for products of 2, then 5 for products of 3
-    22.0
-    """
-    number = inside + beyond
-    if not number:
-        return own
-    each, more = others / number, (max(0, inside - 2), max(0, beyond - 2))  # between others of their kind
-    arriving = [*[of_inside] * (inside - more[0]), *[of_beyond] * (beyond - more[1])]
-    around = [0.0, *arriving, 0.0]
-    steps = sum(max(each, before + after) for before, after in zip(around, around[2:]))
-    steps += sum(n * max(each, 2 * seconds) for n, seconds in zip(more, (of_inside, of_beyond)))
-    return arriving[0] + steps + max(own, arriving[-1])
-
-
-def _links(beyond: int) -> str:
-    return "links between hosts" if beyond else "links of a host"
 
 
 def _of_strategy(dealt: Callable[[], ShardPlan], strategy: str) -> ShardPlan:

@@ -14,7 +14,7 @@ import weft
 from weft import head, kv_pos, masks, q_pos, score
 from weft.compiler.analysis.tiles.measured import Table
 from weft.compiler.planning.records import Shape
-from weft.distributed import Links, ShardPlan, changes, plan, rows, shardplan
+from weft.distributed import Links, ShardPlan, changes, plan, rings, rows
 from weft.distributed.placed import placed
 from weft.distributed.portions import Portions
 from weft.distributed.rows import Deal, common, count
@@ -39,7 +39,7 @@ def seen(variant: weft.Attention, length: int, kv_length: int, q_offset: int, op
 
 def test_examples_of_rows() -> None:
     assert doctest.testmod(rows).attempted == 6 and doctest.testmod(rows).failed == 0
-    for module, examples in ((shardplan, 2), (changes, 1)):
+    for module, examples in ((rings, 2), (changes, 1)):
         assert doctest.testmod(module) == (0, examples)
 
 
