@@ -51,7 +51,7 @@ class Appending:
             *places, batches * length, length, heads, keys.shape[2], key_sb, key_sh, key_sl, value_sb, value_sh,
             value_sl, keys_sb, keys_sh, keys_sl, values_sb, values_sh, values_sl, *constants,
         )  # fmt: skip
-        stream = self._kernels.stream()
+        stream = 0 if self._kernels.interprets else self._kernels.current_stream(self._kernels.device)
         run(-(-batches * length // _ROWS) * heads, arguments, stream)
 
     def _of_kind(self, mode: Mode) -> Ready:

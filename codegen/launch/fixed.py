@@ -24,18 +24,15 @@ class Fixed:
     def __init__(self, module: str, device: int, interprets: bool) -> None:
         from . import launching  # lazy: imports triton
 
-        self._launching, self._device, self.interprets = launching, device, interprets
+        self._launching, self.device, self.interprets = launching, device, interprets
+        self.current_stream = launching.current_stream
         self._module = without_holes(module, interprets)
         self.runs: dict[object, Ready] = {}  # by all that their constants follow from
 
     @cached_property
     def starts_early(self) -> bool:
         """Whether a kernel may be launched before the one in front of it is done."""
-        return not self.interprets and starts_early(for_device(torch.device("cuda", self._device)).arch)
-
-    def stream(self) -> int:
-        """That launches go to."""
-        return 0 if self.interprets else int(self._launching.current_stream(self._device))
+        return not self.interprets and starts_early(for_device(torch.device("cuda", self.device)).arch)
 
     def prepared(
         self, name: str, types: Sequence[object], constants: Mapping[str, object], warps: int = WARPS
@@ -46,6 +43,6 @@ class Fixed:
         if self.interprets:
             return self._launching.interpreted(kernel, binding, options), ()
         options |= {"launch_pdl": True} if constants.get("STARTS_EARLY") else {}
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             run = self._launching.compiled(kernel, binding, types, options)
         return run, tuple(constants.values())

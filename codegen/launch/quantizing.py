@@ -142,7 +142,7 @@ class Quantizing:
     ) -> None:  # fmt: skip
         run, fixed = ready
         places = tensors if self._kernels.interprets else [t.data_ptr() for t in tensors]
-        stream = self._kernels.stream()
+        stream = 0 if self._kernels.interprets else self._kernels.current_stream(self._kernels.device)
         run(programs, (*places, *sizes, *strides, *fixed), stream)
 
     def _of_kind(

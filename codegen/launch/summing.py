@@ -31,7 +31,7 @@ class Summing:
         places = (sums, entries, ranges, shares) if self._kernels.interprets else (
             sums.data_ptr(), entries.data_ptr(), ranges.data_ptr(), shares.data_ptr()
         )  # fmt: skip
-        stream = self._kernels.stream()
+        stream = 0 if self._kernels.interprets else self._kernels.current_stream(self._kernels.device)
         programs = -(-n_entries // _ENTRIES) * SHARES
         run(programs, (*places, n_groups, sums.numel(), n_entries, *constants), stream)
 

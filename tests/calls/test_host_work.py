@@ -90,13 +90,14 @@ def test_results_lie_as_they_do_where_they_are_made_by_tiles() -> None:
         assert lse.stride() == lse_of_tiles.stride() and lse.dtype == torch.float32
 
 
-def test_a_step_appended_to_an_fp8_cache_is_a_lookup_and_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_appended_to_an_fp8_cache_is_a_lookup_and_a_launch() -> None:
     """22 calls of functions in November 2026; 32 before constants of the kernel were kept by the kind of rows."""
     made: list[object] = []
-    launches = Quantizing.__new__(Quantizing)  # without a device
-    launches._launching, launches._device, launches._interprets = SimpleNamespace(current_stream=int), 0, False
-    launches._starts_early, launches._runs = False, {}
-    monkeypatch.setattr(launches, "_prepared", lambda *given: made.append(given) or (lambda *given: None, ()))
+    kernels: Any = SimpleNamespace(  # without a device
+        runs={}, interprets=False, starts_early=False, current_stream=int, device=0,
+        prepared=lambda *given: made.append(given) or (lambda *given: None, ()),
+    )  # fmt: skip
+    launches = Quantizing(kernels)
     rows = torch.randn(2, 8, 1, 64)
     pool, descales = torch.zeros(4, 8, 16, 64).to(torch.float8_e4m3fn), torch.ones(4, 8, 16, 1)
     slots = torch.tensor([[3], [17]], dtype=torch.int32)
