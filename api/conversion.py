@@ -17,6 +17,7 @@ from .codegen.torch_private import constant_while_tracing, under_transform
 from .compiler.planning.conversion import copied_bytes, pays
 from .compiler.planning.machines.hardware import Hardware, for_device
 from .compiler.planning.signature import Described, Signature, Widths, signature_of
+from .compiler.planning.sources import kind_named
 from .compiler.planning.target import Target
 from .internals import Main, read_by_kernels
 from .ir.errors import collected
@@ -136,23 +137,26 @@ def is_convertible(main: descales.Main, options: CallOptions, operands: Mapping[
 def are_multiplied(variant: Variant, arch: str, main: descales.Main, options: CallOptions) -> bool:
     """Whether a target multiplies these operands as they are stored. At each call: few look closely."""
     query, key, value = main["query"], main["key"], main["value"]
-    if query is None or key is None or value is None or options.are_ragged or query.dtype not in descales.FP8:
+    if query is None or key is None or value is None or query.dtype not in descales.FP8:
         return False
+    if options.block_table is not None:
+        return False  # pages are gathered first
     if not query.dim() == key.dim() == value.dim() == 4:
         return False
     (_, _, _, head_dim), (_, _, _, value_dim) = query.shape, value.shape
     rows = _has_rows(options.k_descale), _has_rows(options.v_descale)
     dtypes = query.dtype, key.dtype, value.dtype, options.out_dtype
+    kind = "packed" if options.cu_seqlens_q is not None else "lengths" if options.are_ragged else "dense"
     if torch.compiler.is_compiling():  # addresses are not known
-        return _is_multiplying(variant.text, arch, dtypes, head_dim, value_dim, rows)
-    multiplying = _multiplying(variant.text, arch, dtypes, head_dim, value_dim, rows)
+        return _is_multiplying(variant.text, arch, dtypes, head_dim, value_dim, rows, kind)
+    multiplying = _multiplying(variant.text, arch, dtypes, head_dim, value_dim, rows, kind)
     if not multiplying:
         return False
     bits = query.data_ptr() | key.data_ptr() | value.data_ptr()
     for tensor in (query, key, value):
         (batch, head, row, column) = tensor.stride()
         bits |= batch | head | (column if row == 1 else row)
-    if bits & 15 == 0:
+    if bits & 15 == 0 and not options.are_ragged:
         return True
     _, signature = multiplying
     call: Any = SimpleNamespace(query=query, key=key, value=value, rope=None)
@@ -171,7 +175,7 @@ def _is_multiplying(*asked: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _multiplying(
-    text: str, arch: str, dtypes: tuple[Any, ...], head_dim: int, value_dim: int, rows: tuple[bool, bool]
+    text: str, arch: str, dtypes: tuple[Any, ...], head_dim: int, value_dim: int, rows: tuple[bool, bool], kind: str
 ) -> tuple[tuple[Target, ...], Signature] | None:
     """The targets that multiply FP8 operands of such calls, whose queries are many, and what these have in common."""
     attention, (*given, out) = variant_of_text(text).attention, dtypes
@@ -179,7 +183,8 @@ def _multiplying(
     named = dtypes_of(attention, query, key, value, descales.out_name(PLAIN.having(out_dtype=out)))
     by_rows = frozenset(n for n, has in zip(descales.NAMES[1:], rows) if has)
     widths = Widths(head_dim, value_dim)
-    described = Described("forward", arch, named.products, widths, scaled_rows=by_rows, dtypes=named)
+    sequences = kind_named(kind)
+    described = Described("forward", arch, named.products, widths, sequences, scaled_rows=by_rows, dtypes=named)
     signature = signature_of(described, masked=False, sums_pairs=False)
     targets = driver.multiplying_fp8(attention, signature)
     return (targets, signature) if targets else None

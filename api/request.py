@@ -321,7 +321,7 @@ def _converted(
         return operands, options, ()
     query, key, value = (t for t in operands if isinstance(t, Tensor))
     main = {"query": query, "key": key, "value": value}
-    names = (*descales.NAMES, "out_dtype", "block_table", "kv_lens", "cu_seqlens_q", "cu_seqlens_kv")
+    names = (*descales.NAMES, "out_dtype", *LENGTHS)
     own = PLAIN.having(**{n: options.get(n) for n in names}, target=target, schedule=schedule)
     if not conversion.is_convertible(main, own, options):
         return operands, options, ()

@@ -174,6 +174,7 @@ _IN_FP8 = (  # forwards alone: FP8 has no backward
     _dense(256, 8192, "full"),
     Row("causal", 2, 16, 8192, 192, own_value_dim=128),
     *(row for row in VARIANTS if row.variant in ("softcap", "alibi", "window", "documents")),
+    *PACKED[:2],
 )
 FP8 = tuple(replace(row, fp8=layout) for row in _IN_FP8 for layout in ("columns", "rows"))  # type: ignore[arg-type]
 QUICK = (DENSE[0], DENSE[5], VARIANTS[0])

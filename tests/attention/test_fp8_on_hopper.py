@@ -12,7 +12,7 @@ import weft
 from weft import head, kv_pos, masks, q_pos, score
 from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.planning.machines.hardware import by_name
-from weft.runtime.call import Call, Choices, Dense
+from weft.runtime.call import Call, Choices, Dense, Lengths, Packed, Sequences
 from weft.runtime.descales import OF, dequantized, read_by_kernels
 from weft.runtime.driver import compile_kernels
 from weft.runtime.options import PLAIN
@@ -58,15 +58,15 @@ def operands_of(name: str, sizes: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def computed(
-    declared: weft.Attention, given: dict[str, weft.fp8.Quantized], operands: dict[str, Tensor], offset: int,
-    out_dtype: str | None, schedule: str | None, seed: int,
+    declared: weft.Attention, given: dict[str, weft.fp8.Quantized], operands: dict[str, Tensor], sequences: Sequences,
+    out_dtype: str | None = None, schedule: str | None = None, seed: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and lse, by kernels that find NaN wherever nobody has written."""
     main = {n: x.data for n, x in given.items()}
     read = read_by_kernels("fp8", main, PLAIN.having(**{OF[n]: x.descale for n, x in given.items()}), pooled=False)
     query, value = main["query"], main["value"]
     choices = Choices(out=out_dtype)
-    call = Call(query, main["key"], value, None, operands, Dense(offset), choices, query.shape[3], read)
+    call = Call(query, main["key"], value, None, operands, sequences, choices, query.shape[3], read)
     signature = replace(signature_of_call(facts_of(declared), "forward", call), arch="sm_90")
     made = compile_kernels(declared, signature, by_name("h200"), "hopper", schedule)
     assert made.resolved.target.name == "hopper" and "+fp8" in str(made.resolved.code.schedule)
@@ -91,7 +91,7 @@ def check(
     declared = weft.Attention(**VARIANTS[name], name=f"fp8_{name}")
     operands = operands_of(name, sizes)
     own = sizes[4] - sizes[3] if offset is None else offset
-    out, lse = computed(declared, given, operands, own, out_dtype, schedule, seed)
+    out, lse = computed(declared, given, operands, Dense(own), out_dtype, schedule, seed)
     check_rounded(declared, given, own, operands, out, lse)
 
 
@@ -143,6 +143,82 @@ def test_descales_of_a_tensor_and_of_rows_of_the_query(per: str) -> None:
 
 def test_rows_that_see_nothing_and_fp16() -> None:
     check("causal", SIZES["ends"], offset=-40, out_dtype="fp16")
+
+
+# one sequence without queries, one without keys, one of one token, and ends behind a tile of 128
+LENS = ([150, 0, 70, 1, 129, 40], [200, 9, 0, 1, 140, 250])
+FIRST = [torch.tensor([0, *n]).cumsum(0).tolist() for n in LENS]
+
+
+def rows_of(packed: bool, n: int, side: int) -> tuple[slice, slice]:
+    """Batch row and rows of sequence n among queries (side 0) or keys."""
+    start = FIRST[side][n] if packed else 0
+    return slice(0, 1) if packed else slice(n, n + 1), slice(start, start + LENS[side][n])
+
+
+def of_sequence(given: weft.fp8.Quantized, packed: bool, n: int, side: int) -> weft.fp8.Quantized:
+    own, rows = rows_of(packed, n, side)
+    descale = given.descale[own if len(given.descale) > 1 else slice(None)]
+    return weft.fp8.Quantized(given.data[own][:, :, rows], descale[:, :, rows] if descale.shape[2] > 1 else descale)
+
+
+def ragged(packed: bool, name: str, layout: str, per: str, widths: tuple[int, int] = (64, 64), device: str = "cpu"):
+    """Operands of sequences that have NaN behind their ends, what the variant reads, and the lengths as options."""
+    number, more = len(LENS[0]), (33, 21)
+    batch, rows = (1, [sum(n) + m for n, m in zip(LENS, more)]) if packed else (number, [max(n) + 5 for n in LENS])
+    sizes = (batch, 4, 2, *rows, *widths)
+    given = quantized(*sizes, layout, per, device=device)
+    for side, names in enumerate((["query"], ["key", "value"])):
+        there = torch.zeros(batch, rows[side], dtype=torch.bool, device=device)
+        for n in range(number):
+            there[rows_of(packed, n, side)] = True
+        for one in names:
+            numbers = given[one].data.view(torch.uint8)
+            numbers.copy_(torch.where(there[:, None, :, None], numbers, numbers.new_tensor(0x7F)))
+    operands = operands_of(name, (number, 4, 2, *map(max, LENS)))
+    counts = [torch.tensor(n, dtype=torch.int32, device=device) for n in (FIRST if packed else LENS)]
+    names = ("cu_seqlens_q", "cu_seqlens_kv") if packed else ("q_lens", "kv_lens")
+    return given, {n: t.to(device) for n, t in operands.items()}, dict(zip(names, counts))
+
+
+def check_ragged(declared: weft.Attention, packed: bool, given, operands, out: Tensor, lse: Tensor) -> None:
+    """Each sequence as if it were alone; rows behind the ends are 0."""
+    there = torch.zeros(out.shape[0], out.shape[2], dtype=torch.bool, device=out.device)
+    for n, (q_len, kv_len) in enumerate(zip(*LENS)):
+        own, rows = rows_of(packed, n, 0)
+        there[own, rows] = True
+        alone = {one: of_sequence(x, packed, n, int(one != "query")) for one, x in given.items()}
+        read = {one: t[n : n + 1] if one == "doc" else t for one, t in operands.items()}
+        if q_len and kv_len:
+            check_rounded(declared, alone, kv_len - q_len, read, out[own][:, :, rows], lse[own][:, :, rows])
+        else:
+            assert not out[own][:, :, rows].any()
+    assert not out.masked_select(~there[:, None, :, None]).any()
+    assert bool((lse.masked_select(~there[:, None]) == float("-inf")).all())
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", mostly(["causal", "documents"], list(VARIANTS)))
+def test_sequences_of_their_own_lengths(name: str, packed: bool, layout: str) -> None:
+    given, operands, lengths = ragged(packed, name, layout, "token" if layout == "rows" else "head")
+    declared = weft.Attention(**VARIANTS[name], name=f"fp8_ragged_{name}")
+    sequences = Packed(*lengths.values(), None) if packed else Lengths(*lengths.values(), None)
+    out, lse = computed(declared, given, operands, sequences)
+    check_ragged(declared, packed, given, operands, out, lse)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_plans_of_sequences_of_their_own_lengths(packed: bool, layout: str) -> None:
+    """No copies are made of operands that hopper multiplies, also where they would be faster than other kernels."""
+    lens = torch.tensor([0, 2048, 8192], dtype=torch.int32)
+    made = quantized(1 if packed else 2, 2, 2, 8192, 8192, 64, 64, layout, "head")
+    lengths = {"cu_seqlens_q": lens} if packed else {"kv_lens": lens[1:]}
+    options = {OF[n]: x.descale for n, x in made.items()} | lengths
+    causal = weft.Attention(mask=masks.causal, name="fp8_ragged_plan")
+    text = causal.explain(*(x.data for x in made.values()), device="h200", **options)
+    assert "+fp8" in text and "made bf16 first" not in text
 
 
 REFUSED = {  # what other targets compute, or copies in bf16

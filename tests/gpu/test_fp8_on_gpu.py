@@ -98,6 +98,24 @@ def test_products_of_fp8(sizes, name, layout) -> None:
 
 
 @on_hopper
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (96, 80)], ids=str)
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", list(products.VARIANTS))
+def test_products_of_fp8_of_sequences_of_their_own_lengths(name, packed, layout, widths) -> None:
+    """Twice, of which the second time takes the direct way."""
+    declared = weft.Attention(**products.VARIANTS[name], name=f"ragged_{name}")
+    for per in ("head", "token", "tensor"):
+        given, operands, lengths = products.ragged(packed, name, layout, per, widths, "cuda")
+        options = {OF[n]: x.descale for n, x in given.items()} | lengths
+        tensors = [x.data for x in given.values()]
+        assert "+fp8" in declared.explain(*tensors, **operands, **options)
+        for _ in range(2):
+            out, lse = declared(*tensors, **operands, **options, return_lse=True)
+            products.check_ragged(declared, packed, given, operands, out, lse)
+
+
+@on_hopper
 def test_products_of_fp8_in_a_compiled_call() -> None:
     given = products.quantized(*products.SIZES["square"], "columns", "head", device="cuda")
     tensors = [x.data for x in given.values()]

@@ -51,6 +51,7 @@ _TENSORS = {
     "seen_key": "key",
     "seen_value": "value",
 }
+_WHOLE_TILES = f"(kv_len + {TURNED_KEYS - 1}) // {TURNED_KEYS}"
 Tiles = Mapping[str, Sequence[int]]  # sizes of the tile of each descriptor, by its name
 
 
@@ -180,9 +181,11 @@ class HopperForward(OwnPart):
 
     def rows(self, mode: Mode) -> dict[str, str]:
         block_q = self._form.block_q
+        # each packed sequence begins a tile of its own
+        tiles = f"kv_len // {TURNED_KEYS} + n_sequences" if self._job.sequences.keys.packed else _WHOLE_TILES
         turned = {
-            "turned_pitch": f"(kv_len + {TURNED_KEYS - 1}) // {TURNED_KEYS} * {TURNED_KEYS}",
-            "key_tiles": f"turned_pitch // {TURNED_KEYS}",
+            "key_tiles": tiles,
+            "turned_pitch": f"key_tiles * {TURNED_KEYS}",
             "value_turned_sizes": "(batches, kv_heads, value_dim, turned_pitch)",
         }  # fmt: skip
         return {
@@ -205,9 +208,10 @@ class HopperForward(OwnPart):
         tiled, block_kv = self._tiled, self._form.block_kv
         rows = {"query": ROWS, "key": block_kv}
         value = (block_kv, tiled.value_columns)
-        blocks = {"value": value[::-1] if self._form.fp8 else value, "out": (ROWS, tiled.value_columns)}
+        blocks = {"value": value, "out": (ROWS, tiled.value_columns)}
         blocks |= {f"{n}{piece.box}": (rows[n], piece.columns) for n, piece in tiled.pieces}
         found = {f"{n}_desc": [*tiled.ones, *block] for n, block in blocks.items()}
+        found |= {"value_desc": [1, 1, *reversed(value)]} if self._form.fp8 else {}
         return found | tiled.pair_boxes(ROWS, block_kv)
 
 

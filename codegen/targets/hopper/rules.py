@@ -83,7 +83,7 @@ def no_fp8_products(c: Case) -> str | None:
         (not {d.query, d.key, d.value} - {E4M3.name}, "where query, key and value are all e4m3"),
         (d.out in HALVES, "with a bf16 or fp16 output"),
         (c.signature.direction == "forward" and not c.widths.value_is_key, "in forwards of heads"),
-        (not c.sequences.ragged, "of dense sequences"),
+        (not c.sequences.keys.pooled, "with keys that lie in no blocks"),
         (not c.signature.scaled_rows, "with one k_descale and v_descale a head"),
         (not c.pairwise and not variant.drops, "with softmax weights, none dropped"),
         (not c.facts.scores_lie_far, "with scores that are known to lie near 0"),

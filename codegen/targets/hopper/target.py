@@ -115,8 +115,8 @@ class HopperTarget:
             return latent_misfit(signature, call)
         ragged = signature.sequences.ragged
         shared = {} if call.rope is None else {"rotary key": call.rope}
-        value = call.value
-        if signature.dtypes.quantized and value.stride(2) == 1:  # it may lie in columns, which `turn_values` reads too
+        value, is_turned = call.value, bool(signature.dtypes.quantized)
+        if is_turned and value.stride(2) == 1:  # it may lie in columns, which `turn_values` reads too
             value = value.mT
         for name, tensor in {"query": call.query, "key": call.key, "value": value, **shared}.items():
             if not is_readable(tensor):
@@ -124,7 +124,7 @@ class HopperTarget:
                     f"hopper: {name}: its address and strides must be multiples of 16 bytes for the tensor memory "
                     "accelerator"
                 )
-            if ragged and not is_ragged_readable(tensor):
+            if ragged and not is_ragged_readable(tensor) and not (is_turned and name == "value"):
                 rows = "blocks" if signature.sequences.keys.pooled and name != "query" else "batch rows"
                 return (
                     f"hopper: {name}: with lengths, {rows} must lie a whole number of rows of a head apart; its "

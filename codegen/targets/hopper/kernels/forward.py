@@ -52,8 +52,7 @@ def _add_tiles(p: Program, form: HopperForm, held: Held) -> None:
     p.ring("query", f"QUERY_BUFFERS * CONSUMERS, {held.ones}, ROWS", pieces, element=element)
     p.ring("key", f"STAGES, {held.ones}, BLOCK_KV", pieces, element=element)
     if form.fp8:
-        turned = f"STAGES, {held.ones}, VALUE_COLUMNS"
-        p.ring("value", turned, [Columns("BLOCK_KV")], about="columns in rows", element=element)
+        p.ring("value", "STAGES, 1, 1, VALUE_COLUMNS", [Columns("BLOCK_KV")], about="columns in rows", element=element)
         swizzled = "gl.NVMMASharedLayout.get_default_for([SUM_COLUMNS, BLOCK_KV], dtype)"
         said = "whose product with weights is their sum"
         p.tile("ones", "SUM_COLUMNS", [Columns("BLOCK_KV")], layout=swizzled, about=said, element=1)
