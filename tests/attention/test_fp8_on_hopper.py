@@ -121,6 +121,9 @@ SIZES = {
     "narrow values": (1, 2, 1, 200, 233, 128, 80),
     "two pieces": (1, 2, 2, 129, 250, 192, 128),
     "unequal pieces": (1, 1, 1, 70, 140, 96, 32),
+    "wide": (1, 2, 1, 140, 250, 256, 256),
+    "wide values": (1, 1, 1, 70, 200, 64, 192),
+    "wide keys": (1, 1, 1, 70, 200, 256, 64),
 }
 
 
@@ -175,7 +178,7 @@ def ragged(packed: bool, name: str, layout: str, per: str, widths: tuple[int, in
         for one in names:
             numbers = given[one].data.view(torch.uint8)
             numbers.copy_(torch.where(there[:, None, :, None], numbers, numbers.new_tensor(0x7F)))
-    operands = operands_of(name, (number, 4, 2, *map(max, LENS)))
+    operands = operands_of(name, (number, 4, 2, 0, max(rows)))
     counts = [torch.tensor(n, dtype=torch.int32, device=device) for n in (FIRST if packed else LENS)]
     names = ("cu_seqlens_q", "cu_seqlens_kv") if packed else ("q_lens", "kv_lens")
     return given, {n: t.to(device) for n, t in operands.items()}, dict(zip(names, counts))
@@ -226,8 +229,7 @@ REFUSED = {  # what other targets compute, or copies in bf16
     "e5m2": ({"key": torch.float8_e5m2}, "query, key and value are all e4m3"),
     "fp32 output": ({"out": "fp32"}, "a bf16 or fp16 output"),
     "rows": ({"per": "token"}, "one k_descale and v_descale a head"),
-    "wide": ({"dim": 256}, "D of 192 or less and Dv of 128 or less"),
-    "odd pieces": ({"dim": 80}, "D in pieces of 32, 64 or 128 columns"),
+    "odd pieces": ({"dim": 80}, "D in pieces of 32 columns or more"),
     "dropout": ({"variant": weft.Attention(dropout=0.1, name="fp8_drops")}, "softmax weights, none dropped"),
     "sigmoid": ({"variant": weft.Attention(normalizer="sigmoid", name="fp8_sigmoid")}, "softmax weights"),
     "signed": ({"variant": weft.Attention(score * slopes[head], name="fp8_signed")}, "factor of a score is positive"),

@@ -24,7 +24,7 @@ from .gradients import stores_boxes, stores_first
 from .held import held_by
 from .kernels.backward import program as program_of_keys
 from .kernels.dquery import program as program_of_queries
-from .kernels.forward import TURNED_KEYS
+from .kernels.forward import TURNED_KEYS, turning_warps
 from .kernels.forward import program as forward_program
 from .kernels.latent import ROTARY_COLUMNS, SPLIT_FORWARD
 from .kernels.latent import program as latent_program
@@ -104,6 +104,7 @@ class ForwardConfig:
     fp8: bool  # products of 8 bits
     descales: list[str]  # options of the call, "k_descale"
     turned_keys: int  # of a program of turn_values
+    turning_warps: int  # of the same
 
 
 # -- a forward of latent caches ----------------------------------------------------------------------------------------
@@ -212,7 +213,7 @@ def _forward(code: CodePlan, facts: Facts) -> Forward:
     config = _with_form(
         ForwardConfig, form, head_dim=widths.head_dim, value_dim=widths.value_dim, columns=columns,
         value_columns=value_columns, loads_at_positions=facts.loads_at_positions, pieces=pieces_of(form, widths)[0],
-        turned_keys=TURNED_KEYS,
+        turned_keys=TURNED_KEYS, turning_warps=turning_warps(value_columns),
         descales=[n for n in ("q_descale", "k_descale", "v_descale") if n in code.signature.options],
     )  # fmt: skip
     return Forward(config, forward_program(form, held_by(code, facts)))

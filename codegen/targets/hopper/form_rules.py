@@ -66,11 +66,17 @@ def best_form(widths: Widths, facts: Facts, short: bool = False, fp8: bool = Fal
 
     Where rows have no maximum, it goes without what is about that. fp8: of products of 8 bits.
     """
-    best = HopperForm(2, 128, 4, fp8=True) if fp8 else _best_of_softmax(widths, facts, short)
+    best = _best_of_fp8(widths) if fp8 else _best_of_softmax(widths, facts, short)
     if not facts.attention.canonical.weighs.saves_lse:
         best = replace(best, lazy_rescale=False, pair_maximum=False)
     small = facts.tile_source == "lists" and any(c.kv % best.block_kv for c in facts.survey.cells)  # type: ignore[union-attr]
     return replace(best, block_kv=ROWS) if small else best
+
+
+def _best_of_fp8(widths: Widths) -> HopperForm:
+    """As many stages as SRAM has room for. Beside sums of 256 columns registers have room for the scores of 64 keys."""
+    columns, value_columns = columns_of(widths)
+    return HopperForm(2, 64 if value_columns == 256 else 128, 3 if columns == 256 > value_columns else 4, fp8=True)
 
 
 def _best_of_softmax(widths: Widths, facts: Facts, short: bool) -> HopperForm:

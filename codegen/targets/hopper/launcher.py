@@ -24,7 +24,7 @@ from ..triton.parts.measures import Measures
 from ..triton.parts.sums import NOT_OWN, Sums, hides_some, shape_of_operand
 from .forms import ROWS, HopperBackwardForm
 from .gradients import stores_first
-from .kernels.forward import TURN_VALUES, TURNED_KEYS
+from .kernels.forward import TURN_VALUES, TURNED_KEYS, turning_warps
 from .latent_launcher import LatentKernels
 from .pieces import (
     CONSUMERS,
@@ -201,7 +201,8 @@ class HopperForward(OwnPart):
         if kernel.name in NOT_OWN:
             return None
         if kernel is TURN_VALUES:
-            return KernelLaunch("key_tiles * batch_kv_heads", {"num_warps": 4}, renamed={"n_heads": "kv_heads"})
+            warps = {"num_warps": turning_warps(self._tiled.value_columns)}
+            return KernelLaunch("key_tiles * batch_kv_heads", warps, renamed={"n_heads": "kv_heads"})
         return KernelLaunch(one_an_sm(self._job, "query_tiles * batch_heads"), {"num_warps": 4, **self._job.rounding})
 
     def _tiles(self) -> Tiles:

@@ -77,7 +77,7 @@ def refused(refusals: Iterable[Refusal], case: Case) -> str | None:
 def no_fp8_products(c: Case) -> str | None:
     """For which calls there are products of FP8 operands, where this is none of them; None where it is one."""
     d, variant = c.signature.dtypes, c.attention.canonical
-    is_narrow = c.widths.head_dim <= 192 and c.widths.value_dim <= 128
+    is_narrow = max(c.widths.head_dim, c.widths.value_dim) <= TILE_COLUMNS[-1]
     pieces = [p.columns for p in key_pieces(piecewise(c.widths.head_dim), c.widths)] if is_narrow else []
     needs = (
         (not {d.query, d.key, d.value} - {E4M3.name}, "where query, key and value are all e4m3"),
@@ -89,8 +89,7 @@ def no_fp8_products(c: Case) -> str | None:
         (not c.facts.scores_lie_far, "with scores that are known to lie near 0"),
         (not c.facts.scale_sign_unknown, "where the factor of a score is positive"),
         (not c.widths.rope_dim, "with keys of one tensor"),
-        (c.widths.head_dim % 16 == 0 and not any(n % 32 for n in pieces), "with D in pieces of 32, 64 or 128 columns"),
-        (is_narrow, "with D of 192 or less and Dv of 128 or less"),
+        (c.widths.head_dim % 16 == 0 and not any(n % 32 for n in pieces), "with D in pieces of 32 columns or more"),
     )  # fmt: skip
     return next((words for holds, words in needs if not holds), None)
 

@@ -118,10 +118,10 @@ def _stages(t: Tiles) -> list[Stage]:
         "V; sum and O rescaled"
     )
     if form.fp8:
-        beside = (
-            "P V and P times ones of the tile before, which join O and sum in full precision; on full tiles beside the "
-            "maxima of this one"
-        )
+        where = "on full tiles beside the maxima of this one"
+        if t.parts.v_columns > 128:
+            where = "64 columns after another, before Q K^T of this one"
+        beside = f"P V and P times ones of the tile before, which join O and sum in full precision; {where}"
         weights = "reference raised to the maximum less 8; P = exp2(S - reference) in e4m3, which waits for its V"
     results = f"{t.output('O / sum')} by TMA, {t.rows('lse = reference + log(sum)')}{t.sink_text}"
     if not t.traits.normalizer.saves_lse:
@@ -157,7 +157,7 @@ def _refuses(form: Form, widths: Widths, traits: Traits) -> str | None:
     left = pieces_of(form, widths)[0][0].columns
     if form.drawers and not traits.drops:
         return "no weights are dropped"
-    if form.fp8 and (reason := _refuses_fp8(form, columns, value_columns)):
+    if form.fp8 and (reason := _refuses_fp8(form)):
         return reason
     if (form.lazy_rescale or form.pair_maximum) and not traits.normalizer.saves_lse:
         return "rows have no maximum"
@@ -174,10 +174,10 @@ def _refuses(form: Form, widths: Widths, traits: Traits) -> str | None:
     return None
 
 
-def _refuses_fp8(form: HopperForm, columns: int, value_columns: int) -> str | None:
+def _refuses_fp8(form: HopperForm) -> str | None:
     """Two sums of a tile of output, and the tile of scores, take most registers; weights want the true maximum."""
-    if form.consumers != 2 or value_columns > 128 or columns > 192:
-        return "FP8 products want 2 consumers, D of 192 or less and Dv of 128 or less"
+    if form.consumers != 2:
+        return "FP8 products want 2 consumers"
     if form.lazy_rescale:
         return "FP8 weights have no room above the maximum of a row"
     if form.query_in_registers or form.output_in_query or form.pair_bytes or form.drawers:
@@ -195,6 +195,11 @@ FLASH_FORWARD = Kernel(
 
 # -- values by columns, for FP8 products -------------------------------------------------------------------------------
 TURNED_KEYS = 128  # of a program: its rows in the result are whole lines of memory
+
+
+def turning_warps(value_columns: int) -> int:
+    """Of a program: more columns would not fit the registers of four."""
+    return 8 if value_columns == 256 else 4
 
 
 def _turned_programs(x: Sizes) -> float:
