@@ -382,7 +382,7 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     if call.target != "cpu" and (call.dtype == "float16" or has_fp8_value):  # weights are fp16, as values become
         tiny = 2.0**-24
     share = share + tiny * (p > 0)
-    if multiplies_fp8(call):  # the least number of e4m3, beside 2**8 of the largest weight
+    if multiplies_fp8(call) and p.shape[-1]:  # the least number of e4m3, beside 2**8 of the largest weight
         share = share + 2.0**-17 * p.amax(-1, keepdim=True) * (p > 0)
     moved = slope * rounded if steps else share
     query, key, value = (t.detach().abs() for t in (dense.query, dense.key, dense.value))
