@@ -161,7 +161,7 @@ def _seen(attention: Attention, sizes: Shape, form: Form | None, apart: bool) ->
     if form == "expanded":
         return sizes, Widths(sizes.head_dim, sizes.value_dim, rope_dim=latent.rope)
     width = latent.rank + latent.rope
-    absorbed = Shape(sizes.batch, sizes.heads, 1, sizes.q_len, sizes.kv_len, width, latent.rank, sizes.dtype)
+    absorbed = dataclasses.replace(sizes, kv_heads=1, head_dim=width, value_dim=latent.rank)
     return absorbed, Widths(width, latent.rank, latent.rope * apart, value_is_key=True)
 
 

@@ -151,17 +151,25 @@ def in_fp8(pool: Tensor, per: str) -> tuple[Tensor, Tensor]:
     return data[0].unflatten(1, (pool.shape[0], pool.shape[2])).transpose(0, 1), descale
 
 
+def columns_in_fp8(row: Row, caches: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """What of caches becomes FP8, and the option that has the rest."""
+    if not row.latent:
+        return caches, {}
+    return [caches[0][..., :512]], {"rope": caches[0][..., 512:].clone()}
+
+
 def of_fp8(row: Row, sets: list[Given]) -> dict[str, list[Call]]:
-    """The same calls over caches of FP8."""
+    """The same calls over caches of FP8; rotary columns of latent ones stay in bf16, a tensor of their own."""
     found: dict[str, list[Call]] = {}
     for own in sets:
         query, given = own.query, {"kv_lens": own.lens} if row.ragged else {}
-        made = [weft.fp8.quantize(c, per="head") for c in own.caches]
-        ways = {"FP8 head": (made, given)}
+        caches, rope = columns_in_fp8(row, own.caches)
+        ways = {"FP8 head": ([weft.fp8.quantize(c, per="head") for c in caches], given | rope)}
         for page, (pools, table) in own.paged.items():
-            paged = {"block_table": table, "kv_lens": own.lens}
+            stored, rope = columns_in_fp8(row, pools)
+            paged = {"block_table": table, "kv_lens": own.lens} | rope
             for per in ("head", "token"):
-                ways[f"FP8 {per}, page {page}"] = ([in_fp8(p, per) for p in pools], paged)
+                ways[f"FP8 {per}, page {page}"] = ([in_fp8(p, per) for p in stored], paged)
         for name, (stored, options) in ways.items():
             descales = dict(zip(("k_descale", "v_descale"), (descale for _, descale in stored)))
             found.setdefault(name, []).append(
@@ -345,7 +353,7 @@ def compared(
     """One row: errors, then times in turns."""
     sets = [Given.of(row, q_len) for _ in range(max(2, min(16, int((1 + fp8) * COLD // row.bytes) + 1)))]
     calls = contenders(row, q_len, None, sets)
-    if fp8 and not row.latent:
+    if fp8:
         calls |= of_fp8(row, sets)
     if peer is not None and q_len == 1 and row.variant is not WINDOW:
         calls |= peers(row, backends, peer, sets)
@@ -356,7 +364,7 @@ def compared(
     for name, taken in in_turns(calls).items():
         host, (worst, differ) = on_the_host(calls[name][0]), checked[name]
         said = f"host {host * 1e6:6.1f} us, error {worst:.1e}, differ {differ}/5"
-        share = 0.5 if name.startswith("FP8") else 1.0
+        share = (640 / 1152 if row.latent else 0.5) if name.startswith("FP8") else 1.0
         print(f"  {name:17} {shown(row, q_len, taken, share)}   {said}", flush=True)
         rate, flops = share * row.bytes / taken / 1e9, row.flops(q_len) / taken / 1e12
         found[name] = {"us": taken * 1e6, "gb_s": rate, "tflops": flops,

@@ -27,7 +27,7 @@ from .kernel import Bound, Kernel
 from .machines.hardware import Hardware
 from .machines.torch_times import CpuTimes, TorchCost
 from .paces import AT_HAND, LANES, Instructions, Pace, instructions_of, longest_of, pace_of
-from .quantities import Formula, Sizes, score_count, uneven_count
+from .quantities import Formula, Sizes, key_elements, score_count, uneven_count
 from .records import Shape
 from .segments import Segments
 from .splits import LATENCY, LONE, MOST_PARTS, Parts, divided
@@ -462,7 +462,7 @@ def parts_of(
 ) -> Parts:  # fmt: skip
     """Into how many parts a call's keys are divided; calls and plans ask here. Arguments as of cost_of."""
     slots = hardware.sms * split_programs_per_sm(kernel, form, x, hardware, parts)
-    tile_bytes = x.kv_share * x.e * x.bkv * (x.D + x.Du)
+    tile_bytes = x.e * x.bkv * (key_elements(x) + x.kv_share * x.Du)
     units = int(x.B * x.Hkv * x.nq)
     busy, most = 0.0, MOST_PARTS
     if form.computes_bound:

@@ -71,13 +71,18 @@ def output_bytes(x: Sizes) -> float:
     return x.e * x.B * x.Hq * x.L * x.Dv
 
 
+def key_elements(x: Sizes) -> float:
+    """A row of keys in elements of e bytes. Columns that all heads have in common are not FP8 beside others that are."""
+    return x.kv_share * (x.D - x.R) + x.R
+
+
 def common_bytes(x: Sizes) -> float:
     """Of keys, what heads have in common and an L2 holds for all but the first of them, which are neighbours."""
-    return x.kv_share * x.e * x.B * (x.Hkv - 1) * x.T * x.R * (1 - x.neighbours_miss)
+    return x.e * x.B * (x.Hkv - 1) * x.T * x.R * (1 - x.neighbours_miss)
 
 
 def key_gradient_bytes(x: Sizes) -> float:
-    return x.kv_share * x.e * x.B * x.Hkv * x.T * x.D
+    return x.e * x.B * x.Hkv * x.T * key_elements(x)
 
 
 def key_bytes(x: Sizes) -> float:
@@ -94,7 +99,7 @@ def key_value_bytes(x: Sizes) -> float:
 
 def key_value_gradient_bytes(x: Sizes) -> float:
     """Each head's own, also of columns that heads share."""
-    return x.kv_share * x.e * x.B * x.Hkv * x.T * (x.D + x.v_share * x.Du)
+    return x.e * x.B * x.Hkv * x.T * (key_elements(x) + x.v_share * x.kv_share * x.Du)
 
 
 def row_bytes(x: Sizes) -> float:
@@ -245,7 +250,7 @@ def score_flops(x: Sizes) -> float:
 
 # -- what is read again ----------------------------------------------------------------------------------------------
 def head_keys(x: Sizes) -> float:
-    return x.kv_share * x.e * x.T * (x.D + x.v_share * x.Du)
+    return x.e * x.T * (key_elements(x) + x.v_share * x.kv_share * x.Du)
 
 
 def head_queries(x: Sizes) -> float:

@@ -229,7 +229,7 @@ REFUSED = {  # what other targets compute, or copies in bf16
     "e5m2": ({"key": torch.float8_e5m2}, "query, key and value are all e4m3"),
     "fp32 output": ({"out": "fp32"}, "a bf16 or fp16 output"),
     "rows": ({"per": "token"}, "one k_descale and v_descale a head"),
-    "odd pieces": ({"dim": 80}, "D in pieces of 32 columns or more"),
+    "odd pieces": ({"dim": 80}, "D a multiple of 16, but for 80 and 144"),
     "dropout": ({"variant": weft.Attention(dropout=0.1, name="fp8_drops")}, "softmax weights, none dropped"),
     "sigmoid": ({"variant": weft.Attention(normalizer="sigmoid", name="fp8_sigmoid")}, "softmax weights"),
     "signed": ({"variant": weft.Attention(score * slopes[head], name="fp8_signed")}, "factor of a score is positive"),
@@ -259,7 +259,9 @@ def test_a_latent_cache_in_fp8_is_planned_for_hopper_cards() -> None:
     cache = weft.fp8.quantize(torch.randn(1, 1, 512, 512), "token")
     query, rope = torch.randn(1, 16, 4, 576, dtype=torch.bfloat16), torch.randn(1, 1, 512, 64, dtype=torch.bfloat16)
     text = latent.explain(query, cache.data, rope=rope, k_descale=cache.descale, device="h100")
-    assert "split_forward=triton" in text
+    assert "split_forward=triton" in text and "bf16, keys and values e4m3" in text
+    plan = latent.plan(query, cache.data, rope=rope, k_descale=cache.descale, device="h100")
+    assert plan.kernels[0].hbm_read.value == 2 * query.numel() + cache.data.numel() + 2 * rope.numel()
 
 
 def test_values_that_begin_between_16_bytes_are_left_to_others() -> None:
