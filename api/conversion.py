@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .codegen.torch_private import constant_while_tracing, under_transform
-from .compiler.planning.conversion import copied_bytes, pays
+from .compiler.planning.conversion import pays
 from .compiler.planning.machines.hardware import Hardware, for_device
 from .compiler.planning.signature import Described, Signature, Widths, signature_of
 from .compiler.planning.sources import kind_named
@@ -25,7 +25,7 @@ from .runtime import descales, driver
 from .runtime.call import LARGEST_PAGE, Call, choices_of, is_page
 from .runtime.check.sequences import given_sequences, ragged_problems
 from .runtime.ops import dispatch
-from .runtime.ops.quantize import dequantize, dequantize_pages, large_table
+from .runtime.ops.quantize import dequantize, dequantize_latent, dequantize_pages, large_table
 from .runtime.options import PLAIN, CallOptions
 from .runtime.run.key import dtypes_of
 from .runtime.run.variant import Variant, variant_of_text
@@ -46,7 +46,8 @@ def converted(
     arch = _arch_of(main.query.device) if isinstance(main.query, Tensor) else ""
     if are_multiplied(variant, arch, named, options):
         return main, options
-    if main.rope is not None or not is_convertible(named, options, operands) or not is_faster(arch, named, options):
+    rope = main.rope
+    if not is_convertible(named, options, operands, rope) or not is_faster(arch, named, options, rope):
         return main, options
     table, kv_lens = options.block_table, options.kv_lens
     descales.refuse_bare(name, named, options)
@@ -56,14 +57,19 @@ def converted(
     if table is not None and kv_lens is not None:
         if problems := ragged_problems(main.query, main.key, options.lengths, options.q_offset):
             raise collected(name, problems)
-        names = ("key", "value")  # also one in 16 bits: both are read by one table
-        pools, factors = [named[n] for n in names], [read.get(descales.OF[n]) for n in names]
         page = main.key.shape[2]
         if table.shape[1] * page % LARGEST_PAGE:  # large pages have room behind the last one of the table
             options = options.having(kv_lens=kv_lens.clamp(max=table.shape[1] * page))
         options = options.having(block_table=large_table(table, page)[0])
-        made = dict(zip(names, dequantize_pages(pools, factors, table, kv_lens, HALF), strict=True))  # type: ignore[arg-type]
-        main = main._replace(**made)
+    if main.value is None:  # a latent cache: all of its columns become one tensor
+        parts = [main.key] if rope is None else [main.key, rope]
+        made = dequantize_latent(parts, read.get("k_descale"), table, kv_lens if table is not None else None, HALF)
+        return Main(main.query, made, None), options
+    if table is not None and kv_lens is not None:
+        pools = {n: named[n] for n in ("key", "value")}  # also one in 16 bits: both are read by one table
+        factors = [read.get(descales.OF[n]) for n in pools]
+        copies = dequantize_pages([*pools.values()], factors, table, kv_lens, HALF)  # type: ignore[list-item]
+        main = main._replace(**dict(zip(pools, copies, strict=True)))
         stored = {n: t for n, t in stored.items() if n == "query"}
     real = dequantize([*stored.values()], [read.get(descales.OF[n]) for n in stored], HALF) if stored else []
     return main._replace(**dict(zip(stored, real, strict=True))), options
@@ -103,7 +109,7 @@ def grows(call: Call, options: CallOptions) -> bool:
         tensor = main[operand]
         if name in read and (tensor is None or not descales.fits(operand, tensor, read[name], pooled=False)):
             return False
-    return call.value is None or not is_faster(_arch_of(call.query.device), main, options)
+    return not is_faster(_arch_of(call.query.device), main, options, call.rope)
 
 
 @constant_while_tracing
@@ -116,11 +122,20 @@ def _known_arch(device: torch.device) -> str:
     return for_device(device).arch
 
 
-def is_convertible(main: descales.Main, options: CallOptions, operands: Mapping[str, Any]) -> bool:
-    """Whether a call may have copies of its operands: as 16-bit ones they fit, and nobody wants their gradients."""
-    given = [t for t in main.values() if isinstance(t, Tensor) and t.dim() == 4]
+def is_convertible(
+    main: descales.Main, options: CallOptions, operands: Mapping[str, Any], rope: Tensor | None = None
+) -> bool:
+    """Whether a call may have copies of its operands: as 16-bit ones they fit, and nobody wants their gradients.
+
+    rope: rotary columns of a latent cache, whose call has no value.
+    """
+    value, given = main["value"], [t for t in (*main.values(), rope) if isinstance(t, Tensor) and t.dim() == 4]
     asks = options.schedule is not None or (options.target or traced_target()) is not None
-    if len(given) < 3 or asks:
+    if len(given) < (3 if value is not None or rope is not None else 2) or asks:
+        return False
+    if value is None and (given[0].dtype != HALF or (rope is not None and rope.dtype != HALF)):
+        return False
+    if value is not None and rope is not None:  # an expanded one
         return False
     if not torch.compiler.is_compiling() and under_transform():
         return False
@@ -199,36 +214,37 @@ def _are_pages(given: Sequence[Tensor], options: CallOptions) -> bool:
     if not isinstance(table, Tensor) or table.dim() != 2 or kv_lens is None or not is_page(given[1].shape[2]):
         return False
     rows = table.shape[0] * table.shape[1] * given[1].shape[2]
-    return 0 < rows * given[1].shape[1] * (given[1].shape[3] + given[2].shape[3]) * HALF.itemsize <= MOST_COPIED
+    columns = sum(t.shape[3] for t in given[1:])
+    return 0 < rows * given[1].shape[1] * columns * HALF.itemsize <= MOST_COPIED
 
 
-def is_faster(arch: str, main: descales.Main, options: CallOptions) -> bool:
+def is_faster(arch: str, main: descales.Main, options: CallOptions, rope: Tensor | None = None) -> bool:
     """Whether copies pay, as if all pairs of a sequence were visible, and all pages of a table used."""
     query, key, value = main["query"], main["key"], main["value"]
-    assert query is not None and key is not None and value is not None
+    assert query is not None and key is not None
     starts = options.cu_seqlens_q if options.cu_seqlens_kv is None else options.cu_seqlens_kv  # one stands for both
     # rows of keys that a query may see; of packed sequences the mean. What is no tensor is refused later
     rows = key.shape[2] // (max(1, starts.shape[0] - 1) if isinstance(starts, Tensor) and starts.dim() else 1)
     if options.block_table is not None:
         rows = options.block_table.shape[1] * key.shape[2]
     pairs = query.shape[0] * query.shape[1] * query.shape[2] * rows
-    return pays(arch, 2.0 * pairs * (key.shape[3] + value.shape[3]), _copied_elements(main, options))
+    columns = key.shape[3] + (key if value is None else value).shape[3] + (0 if rope is None else rope.shape[3])
+    return pays(arch, 2.0 * pairs * columns, _copied_bytes(main, options, rope), value is None)
 
 
-def _copied_elements(main: descales.Main, options: CallOptions) -> int:
-    """Of copies; of a pool as many as its table has pages for."""
-    stored = {n: t for n, t in main.items() if t is not None and t.dtype in descales.FP8}
-    table = options.block_table
-    found = 0
-    for name, t in stored.items():
-        paged = table is not None and name != "query"
-        found += table.numel() * t[0].numel() if paged else t.numel()  # type: ignore[union-attr]
+def _copied_bytes(main: descales.Main, options: CallOptions, rope: Tensor | None) -> int:
+    """What copies read and write; of a pool as much as its table has pages for."""
+    table, found = options.block_table, 0
+    for name, t in (*main.items(), ("rope", rope)):
+        if t is not None and (t.dtype in descales.FP8 or name == "rope"):
+            elements = table.numel() * t[0].numel() if table is not None and name != "query" else t.numel()
+            found += elements * (t.element_size() + HALF.itemsize)
     return found
 
 
-def note(main: descales.Main, machine: Hardware, options: CallOptions) -> str:
+def note(main: descales.Main, machine: Hardware, options: CallOptions, rope: Tensor | None = None) -> str:
     """What `explain` says of it."""
-    size = copied_bytes(_copied_elements(main, options))
+    size = _copied_bytes(main, options, rope)
     return (
         f"FP8 operands are made bf16 first: {size / 1e6:.3g} MB are read and written, which takes "
         f"{size / machine.hbm_bytes_per_second * 1e6:.1f} us more. Kernels that read FP8 would be slower"

@@ -260,7 +260,8 @@ def request_of(
     machine = _hardware(device, tensors_on)
     if attention.latent is not None:
         form = _form_of(attention, operands, options, form, tensors_on is not None)
-    operands, options, copies = _converted(attention, operands, options, target, schedule, machine)
+    absorbed = attention.latent is not None and (form or cheaper_form(attention.latent, sizes)) == "absorbed"
+    operands, options, copies = _converted(attention, operands, options, target, schedule, machine, absorbed)
     if copies:
         sizes = dataclasses.replace(sizes, dtype=BF16.name, kv_dtype=None, q_dtype=None, v_dtype=None)
     head_dim = sizes.head_dim
@@ -314,30 +315,33 @@ def request_of(
 
 def _converted(
     attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any], target: str | None,
-    schedule: str | Schedule | None, machine: hardware.Hardware,
+    schedule: str | Schedule | None, machine: hardware.Hardware, absorbed: bool,
 ) -> tuple[Sequence[Tensor | Shape], Mapping[str, Any], tuple[str, ...]]:  # fmt: skip
     """Operands and options of the call that is computed in place of one with FP8 operands, and what `explain` says."""
-    if len(operands) != 3 or not all(isinstance(t, Tensor) for t in operands):
+    given, rope = [t for t in operands if isinstance(t, Tensor)], options.get("rope")
+    if len(given) not in (2, 3) or len(given) != len(operands):
         return operands, options, ()
-    query, key, value = (t for t in operands if isinstance(t, Tensor))
+    query, key, value = given[0], given[1], given[2] if len(given) > 2 else None
     main = {"query": query, "key": key, "value": value}
     names = (*descales.NAMES, "out_dtype", *LENGTHS)
     own = PLAIN.having(**{n: options.get(n) for n in names}, target=target, schedule=schedule)
-    if not conversion.is_convertible(main, own, options):
+    if (value is None and not absorbed) or not conversion.is_convertible(main, own, options, rope):
         return operands, options, ()
-    if not conversion.is_faster(machine.arch, main, own) or conversion.are_multiplied(
+    if not conversion.is_faster(machine.arch, main, own, rope) or conversion.are_multiplied(
         variant_of(attention), machine.arch, main, own
     ):
         return operands, options, ()
     table = own.block_table
     descales.read_by_kernels(str(attention.name), main, own, pooled=table is not None)
-    rest = {n: v for n, v in options.items() if n not in (*descales.NAMES, "out_dtype")}
-    shapes = [t.shape for t in (query, key, value)]
+    rest = {n: v for n, v in options.items() if n not in (*descales.NAMES, "out_dtype", "rope")}
+    shapes = [[*t.shape] for t in given]
+    if value is None:
+        shapes[1][3] += 0 if rope is None else rope.shape[3]
     if table is not None:
         rest["block_table"], number = large_table(table, key.shape[2])
-        shapes[1:] = [torch.Size((number, t.shape[1], LARGEST_PAGE, t.shape[3])) for t in (key, value)]
+        shapes[1:] = [[number, heads, LARGEST_PAGE, width] for _, heads, _, width in shapes[1:]]
     halves = [torch.empty(shape, dtype=conversion.HALF, device=query.device) for shape in shapes]
-    return halves, rest, (conversion.note(main, machine, own),)
+    return halves, rest, (conversion.note(main, machine, own, rope),)
 
 
 def _of_fp8(

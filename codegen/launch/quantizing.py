@@ -49,7 +49,10 @@ class Quantizing:
             )
 
     def real(self, data: Tensor, descale: Tensor | None, x: Tensor) -> None:
-        """Fill x [B, H, L, D], contiguous, with data times descale [B, H, 1 or blocks, 1]; without one, with data."""
+        """Fill x [B, H, L, D] with data times descale [B, H, 1 or blocks, 1]; without one, with data.
+
+        Rows of x lie one after the other, each as long or longer.
+        """
         columns = data.stride(3) != 1 and data.stride(2) == 1
         if data.stride(3) != 1 and not columns:
             data = data.contiguous()
@@ -57,11 +60,12 @@ class Quantizing:
         scales = x.new_ones((1, 1, 1, 1), dtype=torch.float32) if descale is None else descale
         share = 1 << shift_of(scales.shape[2], length) if scales.shape[2] > 1 else length
         of_scales = scales.expand(batches, heads, scales.shape[2], 1).stride()[:3]
-        strides = (*data.stride(), *of_scales)
+        strides = (*data.stride(), *of_scales, x.stride(2))
         steps = _joined([*data.stride()[:2], data.stride(3 if columns else 2)])
         constants = {
             "ROWS": _ROWS_OF_REAL, "SHARE": share, "WIDTH": width, "BLOCK": next_power(width), "COLUMNS": columns,
             "ALIGNED": (data.data_ptr() | steps) & 15 == 0, "SCALED": descale is not None,
+            "EVEN": _is_even(x),
         }  # fmt: skip
         programs = -(-length // _ROWS_OF_REAL) * batches * heads
         self._launch(DEQUANTIZE, (data, x, scales), (heads, length), strides, constants, programs)
@@ -69,8 +73,11 @@ class Quantizing:
     def real_pages(
         self, pool: Tensor, descale: Tensor | None, table: Tensor, kv_lens: Tensor, x: Tensor
     ) -> None:  # fmt: skip
-        """Fill x [sequences * pages, H, rows, D], contiguous, from a pool [blocks, H, page, D] times descale, which is
-        [1 or blocks, H, 1 or page, 1]. What is behind the last key of a sequence is left as it is."""
+        """Fill x [sequences * pages, H, rows, D] from a pool [blocks, H, page, D] times descale, which is
+        [1 or blocks, H, 1 or page, 1]. What is behind the last key of a sequence is left as it is.
+
+        Rows of x lie as those of `real`.
+        """
         if pool.stride(3) != 1:
             pool = pool.contiguous()
         blocks, heads, page, width = pool.shape
@@ -80,9 +87,10 @@ class Quantizing:
         constants = {
             "ROWS": min(_ROWS_OF_REAL, large), "LARGE": large, "WIDTH": width, "BLOCK": next_power(width),
             "ALIGNED": (pool.data_ptr() | _joined(steps)) & 15 == 0, "SCALED": descale is not None,
+            "EVEN": _is_even(x),
         }  # fmt: skip
         sizes = heads, many // table.shape[0], page, page * table.shape[1]
-        strides = (table.stride(0), *steps, *scales.expand(blocks, heads, page, 1).stride()[:3])
+        strides = (table.stride(0), *steps, *scales.expand(blocks, heads, page, 1).stride()[:3], x.stride(2))
         programs = many * heads * (large // min(_ROWS_OF_REAL, large))
         self._launch(OF_PAGES, (table, kv_lens, pool, x, scales), sizes, strides, constants, programs)
 
@@ -152,6 +160,11 @@ class Quantizing:
         """What launches a kernel for tensors of one kind."""
         types = [*[t.dtype for t in tensors], *[1] * n_sizes, *[WIDE] * n_strides]
         return self._kernels.prepared(name, types, constants, warps)
+
+
+def _is_even(x: Tensor) -> bool:
+    """Whether rows of 16-bit numbers begin at multiples of 16 bytes, and are as long."""
+    return (x.shape[3] | x.stride(2)) % 8 == 0 and x.data_ptr() % 16 == 0
 
 
 def _joined(values: Sequence[int]) -> int:

@@ -8,20 +8,16 @@ faster; the copies then cost little. The figures are those of one H100 (docs/exp
 from __future__ import annotations
 
 _OF_FP8, _OF_16_BITS = 150e12, 600e12  # FLOP/s of the two kinds of kernels
+_OF_LATENT = 80e12  # of those that read latent caches of FP8, which have tiles of 512 columns and 32 keys
 _COPIED = 2e12  # bytes/s, read and written
 _LAUNCHED = 50e-6  # seconds that the copies take the host
 
 
-def pays(arch: str, flops: float, elements: int) -> bool:
-    """Whether a call of so many FLOPs is faster with copies of so many FP8 elements.
+def pays(arch: str, flops: float, copied: int, latent: bool = False) -> bool:
+    """Whether a call of so many FLOPs is faster with copies that read and write so many bytes.
 
-    >>> pays("sm_90", 4e9 * 128, 1 << 25), pays("sm_90", 4e8, 1 << 25)
+    >>> pays("sm_90", 4e9 * 128, 3 << 25), pays("sm_90", 4e8, 3 << 25)
     (True, False)
     """
-    gained = flops * (1 / _OF_FP8 - 1 / _OF_16_BITS)
-    return arch == "sm_90" and gained > copied_bytes(elements) / _COPIED + _LAUNCHED
-
-
-def copied_bytes(elements: int) -> int:
-    """What the copies read and write: a byte and two of each element."""
-    return 3 * elements
+    gained = flops * (1 / (_OF_LATENT if latent else _OF_FP8) - 1 / _OF_16_BITS)
+    return arch == "sm_90" and gained > copied / _COPIED + _LAUNCHED

@@ -72,7 +72,7 @@ def output_bytes(x: Sizes) -> float:
 
 
 def key_elements(x: Sizes) -> float:
-    """A row of keys in elements of e bytes. Columns that all heads have in common are not FP8 beside others that are."""
+    """A row of keys in elements of e bytes. Columns that heads have in common are not FP8 beside others that are."""
     return x.kv_share * (x.D - x.R) + x.R
 
 

@@ -3,6 +3,7 @@
 weft::quantize(x, rows, dtype, columns) -> (data, descale)
 weft::dequantize(data, descales, dtype) -> x, of each
 weft::dequantize_pages(pools, descales, table, kv_lens, dtype) -> x, of each
+weft::dequantize_latent(parts, descale, table, kv_lens, dtype) -> x, of all columns
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ _LIBRARY.define(
 
 _LIBRARY.define(
     "dequantize_pages(Tensor[] pools, Tensor?[] descales, Tensor table, Tensor kv_lens, str dtype) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+_LIBRARY.define(
+    "dequantize_latent(Tensor[] parts, Tensor? descale, Tensor? table, Tensor? kv_lens, str dtype) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -248,6 +255,64 @@ def _fake_pages(
     return _room_for_pages(pools, table, dtype)
 
 
+# -- of latent caches --------------------------------------------------------------------------------------------------
+def dequantize_latent(
+    parts: Sequence[Tensor], descale: Tensor | None, table: Tensor | None, kv_lens: Tensor | None, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """Columns of a latent cache beside each other, in one tensor: parts[0] in FP8 times its descale, then rotary ones.
+
+    table, kv_lens: of pools; else None. Then x is as `dequantize_pages` gives it.
+    """
+    found: Tensor = torch.ops.weft.dequantize_latent(list(parts), descale, table, kv_lens, named_by_torch()[dtype])
+    return found
+
+
+def _room_for_latent(
+    parts: Sequence[Tensor], descale: Tensor | None, table: Tensor | None, kv_lens: Tensor | None, dtype: str
+) -> Tensor:  # fmt: skip
+    blocks, heads, rows, _ = parts[0].shape
+    if table is not None:
+        blocks, rows = table.shape[0] * large_pages(table, rows), LARGEST_PAGE
+    width = sum(t.shape[3] for t in parts)
+    return torch.empty((blocks, heads, rows, width), dtype=dtype_named(dtype).torch, device=parts[0].device)
+
+
+def _latent_by_kernel(
+    parts: Sequence[Tensor], descale: Tensor | None, table: Tensor | None, kv_lens: Tensor | None, dtype: str,
+    device: int,
+) -> Tensor:  # fmt: skip
+    made, first, kernels = _room_for_latent(parts, descale, table, kv_lens, dtype), 0, quantizing(device, device < 0)
+    for part, factor in zip(parts, (descale, None)):
+        x = made[..., first : first + part.shape[3]]
+        first += part.shape[3]
+        if x.numel() and table is not None and kv_lens is not None:
+            kernels.real_pages(part, factor, table, kv_lens, x)
+        elif x.numel():
+            kernels.real(part, factor, x)
+    return made
+
+
+def _latent_on_gpu(
+    parts: Sequence[Tensor], descale: Tensor | None, table: Tensor | None, kv_lens: Tensor | None, dtype: str
+) -> Tensor:  # fmt: skip
+    with torch.cuda.device(parts[0].device):  # Triton launches on the current one
+        return _latent_by_kernel(parts, descale, table, kv_lens, dtype, parts[0].get_device())
+
+
+def _latent_on_cpu(
+    parts: Sequence[Tensor], descale: Tensor | None, table: Tensor | None, kv_lens: Tensor | None, dtype: str
+) -> Tensor:  # fmt: skip
+    name, factors = default_target(), (descale, None)[: len(parts)]
+    if name is not None and target_named(name).interprets:
+        return _latent_by_kernel(parts, descale, table, kv_lens, dtype, -1)
+    if table is None or kv_lens is None:
+        return torch.cat(_real_on_cpu(parts, factors, dtype), dim=3)
+    return torch.cat(_pages_on_cpu(parts, factors, table, kv_lens, dtype), dim=3)
+
+
+_LIBRARY.impl("dequantize_latent", _latent_on_cpu, "CPU")
+_LIBRARY.impl("dequantize_latent", _latent_on_gpu, "CUDA")
+torch.library.register_fake("weft::dequantize_latent", _room_for_latent, lib=_LIBRARY)
 _LIBRARY.impl("dequantize_pages", _pages_on_cpu, "CPU")
 _LIBRARY.impl("dequantize_pages", _pages_on_gpu, "CUDA")
 torch.library.register_fake("weft::dequantize_pages", _fake_pages, lib=_LIBRARY)

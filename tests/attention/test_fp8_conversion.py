@@ -8,7 +8,7 @@ import torch
 import weft
 from weft import conversion, kv_pos, q_pos
 from weft.compiler.planning.conversion import pays
-from weft.runtime.ops.quantize import dequantize, dequantize_pages
+from weft.runtime.ops.quantize import dequantize, dequantize_latent, dequantize_pages
 
 from ..support import check_errors
 from .test_fp8 import E4M3, E5M2, quantized
@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 @pytest.fixture
 def always(monkeypatch) -> None:
     """As if each call were on a machine where copies pay."""
-    monkeypatch.setattr(conversion, "pays", lambda arch, flops, elements: True)
+    monkeypatch.setattr(conversion, "pays", lambda *asked: True)
 
 
 def call_of(query_is_fp8=False, layout="rows", per="head", device="cpu", rows=(70, 130)):
@@ -49,13 +49,13 @@ def test_real_numbers(per, layout, target) -> None:
 
 def test_what_pays() -> None:
     """As timed on an H100: 64 queries of 4 heads a key over 32k keys gain, 16 do not, nor 256 of one head over 8k."""
-    pairs, elements = 4 * 32 * 32768, 2 * 4 * 8 * 32768 * 128
-    assert pays("sm_90", 4.0 * 64 * pairs * 128, elements)
-    assert not pays("sm_90", 4.0 * 16 * pairs * 128, elements)
-    pairs, elements = 4 * 8 * 8192, 2 * 4 * 8 * 8192 * 64
-    assert pays("sm_90", 4.0 * 1024 * pairs * 64, elements)
-    assert not pays("sm_90", 4.0 * 256 * pairs * 64, elements)
-    assert not pays("sm_100", 1e15, elements) and not pays("cpu", 1e15, elements)
+    pairs, copied = 4 * 32 * 32768, 3 * 2 * 4 * 8 * 32768 * 128
+    assert pays("sm_90", 4.0 * 64 * pairs * 128, copied)
+    assert not pays("sm_90", 4.0 * 16 * pairs * 128, copied)
+    pairs, copied = 4 * 8 * 8192, 3 * 2 * 4 * 8 * 8192 * 64
+    assert pays("sm_90", 4.0 * 1024 * pairs * 64, copied)
+    assert not pays("sm_90", 4.0 * 256 * pairs * 64, copied)
+    assert not pays("sm_100", 1e15, copied) and not pays("cpu", 1e15, copied)
 
 
 @pytest.mark.usefixtures("always")
@@ -195,6 +195,76 @@ def test_tables_that_want_much_memory_read_fp8(monkeypatch) -> None:
     assert "made bf16" not in CAUSAL.explain(*tensors, **options)
 
 
+def latent_call(paged=False, per="token", rope=64, rows=(3, 90)):
+    """Of a latent cache with 128 FP8 columns, dense or in shuffled pages of 16."""
+    query = torch.randn(2, 8, rows[0], 128 + rope, dtype=BF16)
+    cache = weft.fp8.quantize(torch.randn(2, 1, rows[1], 128), per=per)
+    rotary = torch.randn(2, 1, rows[1], rope, dtype=BF16) if rope else None
+    data, options = cache.data, {"k_descale": cache.descale}
+    if paged:
+        pages = -(-rows[1] // 16)
+        table = torch.randperm(2 * pages + 3)[: 2 * pages].view(2, pages).int()
+
+        def in_pages(x):
+            pool = torch.full((2 * pages + 3, 16, x.shape[3]), 7, dtype=torch.float32).to(x.dtype)
+            padded = torch.nn.functional.pad(x.float(), (0, 0, 0, 16 * pages - rows[1]), value=1.0).to(x.dtype)
+            pool.view(torch.int8)[table.flatten().long()] = padded.view(torch.int8).reshape(2 * pages, 16, -1)
+            return pool[:, None]
+
+        data, rotary = in_pages(data), None if rotary is None else in_pages(rotary)
+        options = {"k_descale": in_pages(cache.descale) if per == "token" else cache.descale, "block_table": table}
+        options["kv_lens"] = torch.tensor([rows[1], rows[1] - 21], dtype=torch.int32)
+    latent = weft.Latent(rank=128, rope=rope)
+    variant = weft.Attention(mask=kv_pos <= q_pos, latent=latent, scale=0.1, name=f"latent_copied_{rope}")
+    return variant, (query, data), options | ({} if rotary is None else {"rope": rotary})
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("rope", [64, 0])
+@pytest.mark.parametrize("per", ["token", "tensor"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_latent_caches(paged, per, rope) -> None:
+    """All columns become one bf16 tensor: a call over that gives the same, bit for bit where nothing is paged."""
+    variant, tensors, options = latent_call(paged, per, rope)
+    found, lse = variant(*tensors, **options, return_lse=True)
+    exact, exact_lse = variant.reference(*tensors, **options, out_dtype=torch.float64, return_lse=True)
+    check_errors(found, exact, variant.reference(*tensors, **options), "latent")
+    torch.testing.assert_close(lse.double(), exact_lse, atol=0.05, rtol=0.01)
+    said = variant.explain(*tensors, **options)
+    assert "FP8 operands are made bf16 first" in said and "e4m3" not in said.split("schedule")[0]
+    if not paged:
+        real = weft.fp8.dequantize(weft.fp8.Quantized(tensors[1], options["k_descale"]), BF16)
+        whole = torch.cat([real, options["rope"]], 3) if rope else real
+        assert torch.equal(found, variant(tensors[0], whole))
+    compiled = torch.compile(lambda q, c: variant(q, c, **options), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*tensors), found)
+
+
+@pytest.mark.parametrize("per", ["token", "tensor"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_latent_copies_by_the_kernel_are_those_of_torch(paged, per) -> None:
+    _, (_, data), options = latent_call(paged, per)
+    parts, lens = [data, options["rope"]], options.get("kv_lens")
+    made = []
+    for target in (None, "interpret"):
+        with weft.settings(target=target):
+            made.append(dequantize_latent(parts, options["k_descale"], options.get("block_table"), lens, torch.float32))
+    pages = made[0].shape[0] // 2
+    for n, length in enumerate(lens.tolist() if paged else (90, 90)):
+        rows = [t[n * pages : (n + 1) * pages].transpose(0, 1).flatten(1, 2)[:, :length] for t in made]
+        assert torch.equal(*rows)
+
+
+def test_many_heads_of_a_latent_cache_take_copies() -> None:
+    """128 heads of one vector are bound by products; 16 are not."""
+    mla = weft.Attention(mask=kv_pos <= q_pos, latent=weft.Latent(rank=512, rope=64), scale=0.1, name="mla_copied")
+    cache, rope = torch.empty(64, 1, 4096, 512, dtype=E4M3), torch.empty(64, 1, 4096, 64, dtype=BF16)
+    for heads, copied in ((128, True), (16, False)):
+        query = torch.empty(64, heads, 1, 576, dtype=BF16)
+        text = mla.explain(query, cache, rope=rope, k_descale=torch.ones(1, 1, 1, 1), device="h200")
+        assert ("made bf16 first" in text, "split_forward=hopper" in text) == (copied, copied)
+
+
 @pytest.mark.usefixtures("always")
 def test_a_length_past_the_table_ends_with_it() -> None:
     """As everywhere: not in what large pages have behind it, which nobody wrote."""
@@ -219,7 +289,7 @@ def test_transforms_read_fp8() -> None:
 def test_packed_sequences_count_by_their_mean(monkeypatch) -> None:
     """Also where one cu_seqlens stands for both; what is no tensor is refused in words."""
     counted = []
-    monkeypatch.setattr(conversion, "pays", lambda arch, flops, elements: counted.append(flops))
+    monkeypatch.setattr(conversion, "pays", lambda arch, flops, *rest: counted.append(flops))
     (query, key, value), options = call_of(rows=(128, 128))
     packed, own = [t[:1] for t in (query, key, value)], {n: d[:1] for n, d in options.items()}
     starts = torch.tensor([0, 60, 128]).int()

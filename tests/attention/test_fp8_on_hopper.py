@@ -229,7 +229,7 @@ REFUSED = {  # what other targets compute, or copies in bf16
     "e5m2": ({"key": torch.float8_e5m2}, "query, key and value are all e4m3"),
     "fp32 output": ({"out": "fp32"}, "a bf16 or fp16 output"),
     "rows": ({"per": "token"}, "one k_descale and v_descale a head"),
-    "odd pieces": ({"dim": 80}, "D a multiple of 16, but for 80 and 144"),
+    "odd pieces": ({"dim": 80}, "D a multiple of 16, not 80 or 144"),
     "dropout": ({"variant": weft.Attention(dropout=0.1, name="fp8_drops")}, "softmax weights, none dropped"),
     "sigmoid": ({"variant": weft.Attention(normalizer="sigmoid", name="fp8_sigmoid")}, "softmax weights"),
     "signed": ({"variant": weft.Attention(score * slopes[head], name="fp8_signed")}, "factor of a score is positive"),

@@ -89,7 +89,7 @@ def no_fp8_products(c: Case) -> str | None:
         (not c.facts.scores_lie_far, "with scores that are known to lie near 0"),
         (not c.facts.scale_sign_unknown, "where the factor of a score is positive"),
         (not c.widths.rope_dim, "with keys of one tensor"),
-        (c.widths.head_dim % 16 == 0 and not any(n % 32 for n in pieces), "with D a multiple of 16, but for 80 and 144"),
+        (c.widths.head_dim % 16 == 0 and not any(n % 32 for n in pieces), "with D a multiple of 16, not 80 or 144"),
     )  # fmt: skip
     return next((words for holds, words in needs if not holds), None)
 
