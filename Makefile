@@ -13,7 +13,7 @@
 #   make gpu-test-all  these, and more of the same: ten minutes
 #   make gpu-sanitize  kernels on small operands under compute-sanitizer: TOOLS=memcheck,synccheck,initcheck
 #   make fuzz      random declarations and calls: CASES=2000 SEED=0 TARGET=cpu,interpret; MUTANTS=1 plants defects instead
-#   make same      what a change of structure must leave as it is: texts of 378 calls, beside those recorded (two minutes);
+#   make same      what a change of structure must leave as it is: texts of 394 calls, beside those recorded (two minutes);
 #                  SAME="--machine-code" compiles kernels too, SAME="--record" writes what is compared with
 #   make clean     remove what the words above made, except .venv
 #

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,25 @@ class Triple:
     options: Mapping[str, Any] = field(default_factory=dict)  # of the call, and operands
     schedule: str | None = None
     form: str | None = None
+    fp8: tuple[str, ...] = ()  # which of query, key and value are e4m3
+    page: int = 0  # rows of a block, of FP8 keys in pools
+
+    @property
+    def operands(self) -> list[Any]:
+        """What its plan is of: sizes, or tensors where their dtypes differ."""
+        if not self.fp8:
+            return [weft.shape(**self.sizes)]
+        s = self.sizes
+        rows = {"query": (s["batch"], s["heads"], s["q_len"], s["head_dim"])}
+        keys = (s["batch"], s["kv_heads"], s.get("kv_len", s["q_len"]))
+        if self.page:
+            keys = (self.options["block_table"].numel(), s["kv_heads"], self.page)
+        latent = self.variant.latent
+        rows["key"] = (*keys, s["head_dim"] if latent is None else latent.rank)
+        if latent is None:
+            rows["value"] = (*keys, s["value_dim"])
+        dtypes = {name: torch.float8_e4m3fn for name in self.fp8}
+        return [torch.zeros(size, dtype=dtypes.get(name, torch.bfloat16)) for name, size in rows.items()]
 
 
 # -- variants ----------------------------------------------------------------------------------------------------------
@@ -102,7 +121,8 @@ _ALL = (*_GPU, ("cpu", "cpu"))
 
 def corpus() -> list[Triple]:
     """Every triple; names are apart."""
-    found = [*_variants(), *_widths(), *_sequences(), *_decode(), *_repeats(), *_schedules(), *_latents(), *_cards()]
+    parts = _variants, _widths, _sequences, _decode, _repeats, _schedules, _latents, _fp8, _cards
+    found = [triple for part in parts for triple in part()]
     assert len({t.name for t in found}) == len(found)
     return found
 
@@ -202,6 +222,38 @@ def _latents() -> Iterator[Triple]:
             sizes = _sizes(192, 128, **(own | {"kv_heads": 8}))
             name = f"mla-paged-{max(q_lens)}-{on[0]}"
             yield Triple(name, LATENT, sizes, on[0], on[1], options, form="absorbed")
+
+
+_ALL_FP8, _CACHE = ("query", "key", "value"), ("key", "value")
+
+
+def _descales(names: tuple[str, ...], *size: int) -> dict[str, torch.Tensor]:
+    return {f"{name[0]}_descale": torch.ones(*size) for name in names}
+
+
+def _fp8() -> Iterator[Triple]:
+    """Products of FP8 operands, and caches of FP8 beside queries of 16 bits."""
+    hopper, triton, head = _GPU[0], _GPU[1], (1, 1, 1, 1)
+    widths = [(128, 128), (64, 64), (192, 128), (256, 256)]
+    for name, (head_dim, value_dim) in [(n, widths[0]) for n in ("softcap", "alibi", "documents", "sink")] + [
+        ("causal", width) for width in widths
+    ]:
+        options, sizes = _descales(_ALL_FP8, *head), _sizes(head_dim, value_dim)
+        label = f"{name}-fp8-{head_dim}x{value_dim}"
+        yield _dense(label, PLAIN[name], sizes, hopper, options=options, fp8=_ALL_FP8)
+    for kind in ("lengths", "packed"):
+        one = _ragged("causal-fp8", CAUSAL, kind, _LENGTHS, hopper)
+        yield replace(one, options={**one.options, **_descales(_ALL_FP8, *head)}, fp8=_ALL_FP8)
+    for on in (triton, ("cpu", "cpu")):
+        decode = _sizes(q_len=1, kv_len=4096)
+        yield _dense("causal-fp8-decode", CAUSAL, decode, on, options=_descales(_CACHE, *head), fp8=_CACHE)
+        one = _ragged("causal-fp8-decode", CAUSAL, "paged", (1, 1, 1, 1), on)
+        by_token = _descales(_CACHE, one.options["block_table"].numel(), 2, 16, 1)
+        yield replace(one, options={**one.options, **by_token}, fp8=_CACHE, page=16)
+        vectors = _sizes(512 + 64, q_len=1, kv_len=4096, kv_heads=1)
+        options = {"rope": torch.zeros(2, 1, 4096, 64, dtype=torch.bfloat16), **_descales(("key",), *head)}
+        mla = LATENT.replace(scale=0.1, name="mla_fp8")  # whose query is latent, so that its width says nothing
+        yield Triple(f"mla-fp8-decode-{on[0]}", mla, vectors, *on, options, fp8=("key",))
 
 
 def _cards() -> Iterator[Triple]:

@@ -59,13 +59,13 @@ def texts_of(name: str) -> dict[str, str]:
     with warnings.catch_warnings(), recorded_machine():
         warnings.simplefilter("ignore")
         try:
-            plan = triple.variant.plan(weft.shape(**triple.sizes), **asked)
+            plan = triple.variant.plan(*triple.operands, **asked)
         except weft.WeftError as error:
             return {"refusal": str(error)}
-        found = {"schedule": str(plan.schedule), "explain": triple.variant.explain(weft.shape(**triple.sizes), **asked)}
+        found = {"schedule": str(plan.schedule), "explain": triple.variant.explain(*triple.operands, **asked)}
         found["stages"] = "\n".join(f"{k.name}: {stage}" for k in plan.kernels for stage in k.stages)
         for direction in dict.fromkeys(k.direction for k in plan.kernels):
-            found[direction] = triple.variant.source(weft.shape(**triple.sizes), direction=direction, **asked)
+            found[direction] = triple.variant.source(*triple.operands, direction=direction, **asked)
     return found
 
 
@@ -118,7 +118,7 @@ def _kernels(triple: Triple) -> Iterator[tuple[str, str]]:
     from ..machine_code.ahead import compile_ahead, launched  # lazy: imports Triton, which texts do without
 
     machine, asked = by_name(triple.card), _asked(triple)
-    plan = triple.variant.plan(weft.shape(**triple.sizes), **asked)
+    plan = triple.variant.plan(*triple.operands, **asked)
     for code in plan.codes:
         direction, schedule = code.signature.direction, str(code.schedule)
         made = compile_kernels(triple.variant, code.signature, machine, code.target, schedule)
