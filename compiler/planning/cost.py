@@ -343,7 +343,7 @@ def pair_work(
     kernel: Kernel, form: Form, x: Sizes, parts: Segments, traits: Traits, hardware: Hardware, packed: bool = False
 ) -> PairWork:  # fmt: skip
     """x: the letters of the problem, of which n, m and the number of programs decide the tail. packed: rows are."""
-    family = form.pace_family(kernel, max(parts.qk_columns, parts.v_columns))
+    family = form.pace_family(kernel, parts)
     longest = longest_of(kernel, x, traits.masked)
     tail = max(1.0, longest * hardware.sms / x.n) if x.n else 1.0
     pieces = len(parts.qk) + len(parts.v) - 2

@@ -103,8 +103,8 @@ class Form:
     def programs_per_sm(self, kernel: Kernel, parts: Segments, sram: float, hardware: Hardware) -> int:
         return 1
 
-    def pace_family(self, kernel: Kernel, columns: float) -> str:
-        """The name of the kernel's family of forms, for paces. columns: of its wider tile."""
+    def pace_family(self, kernel: Kernel, parts: Segments) -> str:
+        """The name of the kernel's family of forms, for paces."""
         return f"{kernel.id.family} {kernel.name}"
 
     def torch_work(

@@ -58,10 +58,11 @@ class HopperForm(Form):
 
     # It is persistent, and takes most of an SM's SRAM and registers: one program an SM.
 
-    def pace_family(self, kernel: Kernel, columns: float) -> str:
+    def pace_family(self, kernel: Kernel, parts: Segments) -> str:
         if self.fp8:
-            return f"hopper {kernel.name} of eighths"
-        narrow = self.consumers == 2 and columns <= NARROW and not self.lazy_rescale
+            return f"hopper {kernel.name} of eighths" + ", parted" * (parts.v_columns > 128)
+        is_narrow = max(parts.qk_columns, parts.v_columns) <= NARROW
+        narrow = self.consumers == 2 and is_narrow and not self.lazy_rescale
         return f"hopper {kernel.name}" + " of three" * (self.consumers == 3) + " narrow" * narrow
 
     def neighbours(self) -> Iterator[HopperForm]:
@@ -96,7 +97,7 @@ class HopperBackwardForm(Form):
         """The main kernel takes most of an SM's SRAM and registers; those before and after it take little."""
         return min(PROGRAMS_PER_SM, int(hardware.sram_per_sm // max(sram, 1024))) if kernel.follows else 1
 
-    def pace_family(self, kernel: Kernel, columns: float) -> str:
+    def pace_family(self, kernel: Kernel, parts: Segments) -> str:
         return f"hopper {kernel.name}" + " next" * self.next_scores
 
     def neighbours(self) -> Iterator[HopperBackwardForm]:
@@ -133,5 +134,5 @@ class HopperLatentForm(Form):
     def programs_per_sm(self, kernel: Kernel, parts: Segments, sram: float, hardware: Hardware) -> int:
         return PROGRAMS_PER_SM if kernel.follows else 1
 
-    def pace_family(self, kernel: Kernel, columns: float) -> str:
+    def pace_family(self, kernel: Kernel, parts: Segments) -> str:
         return f"hopper {kernel.name}"

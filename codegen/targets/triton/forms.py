@@ -61,8 +61,8 @@ class Tiling(Form):
         fit = min(hardware.sram_per_sm // max(sram, 1024), hardware.registers_per_sm // registers, PROGRAMS_PER_SM)
         return max(1, int(fit))
 
-    def pace_family(self, kernel: Kernel, columns: float) -> str:
-        return f"triton {kernel.name}" + " wide" * (columns > WIDE_COLUMNS)
+    def pace_family(self, kernel: Kernel, parts: Segments) -> str:
+        return f"triton {kernel.name}" + " wide" * (max(parts.qk_columns, parts.v_columns) > WIDE_COLUMNS)
 
 
 # Of operands that go through registers on their way to SRAM: those that are not aligned, and FP8 ones. Triton 3.6 gives
