@@ -9,32 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LENGTH = 11
-
-
-def _numbers(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _words(config: Any, length: int = LENGTH) -> Tensor:
-    """Words that are none of the special ones."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    most = min([size for size in (getattr(text, "vocab_size", None), 90) if isinstance(size, int)])
-    special = {v for k, v in vars(text).items() if k.endswith("_token_id") and isinstance(v, int)}
-    special |= {v for k, v in vars(config).items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)}
-    usable = torch.tensor([word for word in range(3, most) if word not in special])
-    return usable[torch.randint(len(usable), (2, length), generator=torch.Generator().manual_seed(2))]
-
+from .given import LENGTH, numbers, some_words
+from .recipes import INPUTS
 
 def _answer(config: Any) -> dict[str, Any]:
-    return {"decoder_input_ids": _words(config, 7)}
+    return {"decoder_input_ids": some_words(config, 7)}
 
 
 def own_inputs(
     name: str, config: Any, words: dict[str, Any], answer: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """What classes take whose inputs names and shapes alone do not tell."""
-    image, patches = _numbers(2, 3, 32, 32), _numbers(2, 16, 3 * 8 * 8)
+    image, patches = numbers(2, 3, 32, 32), numbers(2, 16, 3 * 8 * 8)
     squares = {
         "pixel_values": patches, "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
         "spatial_shapes": torch.tensor([[4, 4], [4, 4]]),
@@ -47,16 +33,16 @@ def own_inputs(
         case "VideoMAEForPreTraining":
             frames = config.num_frames
             hidden = torch.arange(frames // config.tubelet_size * 16).expand(2, -1) % 2 == 0
-            yield {"pixel_values": _numbers(2, frames, 3, 32, 32), "bool_masked_pos": hidden}
+            yield {"pixel_values": numbers(2, frames, 3, 32, 32), "bool_masked_pos": hidden}
         case "TimesFmModel":
             rows = 2 * config.patch_length
             yield {
-                "past_values": _numbers(2, rows), "past_values_padding": torch.zeros(2, rows),
+                "past_values": numbers(2, rows), "past_values_padding": torch.zeros(2, rows),
                 "freq": torch.zeros(2, 1, dtype=torch.long),
             }  # fmt: skip
         case "SpeechT5Model":
             width = config.hidden_size
-            yield {"input_values": _numbers(2, LENGTH, width), "decoder_input_values": _numbers(2, 7, width, seed=2)}
+            yield {"input_values": numbers(2, LENGTH, width), "decoder_input_values": numbers(2, 7, width, seed=2)}
         case "SplinterForPreTraining":
             yield words | {"question_positions": torch.tensor([[2], [3]])}
         case "Kosmos2Model" | "Kosmos2ForConditionalGeneration":
@@ -72,16 +58,16 @@ def own_inputs(
             yield words | {"lang_ids": torch.zeros(2, dtype=torch.long)}
         case "Qwen3ASREncoder":
             mask = torch.ones(2, 200, dtype=torch.long)
-            yield {"input_features": _numbers(2, config.num_mel_bins, 200), "input_features_mask": mask}
+            yield {"input_features": numbers(2, config.num_mel_bins, 200), "input_features_mask": mask}
         case "MuseGlimmerVisionModel" | "MuseSparkVisionModel":
-            yield {"pixel_values": _numbers(48, 384), "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 8]])}
+            yield {"pixel_values": numbers(48, 384), "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 8]])}
         case "InstructBlipVideoForConditionalGeneration":
             ids = torch.cat([torch.full((2, 32), 5), words["input_ids"]], 1)
             yield answer | {
-                "pixel_values": _numbers(2, 4, 3, 32, 32), "qformer_input_ids": words["input_ids"], "input_ids": ids,
+                "pixel_values": numbers(2, 4, 3, 32, 32), "qformer_input_ids": words["input_ids"], "input_ids": ids,
             }  # fmt: skip
             yield {
-                "pixel_values": _numbers(2, 4, 3, 32, 32), "qformer_input_ids": words["input_ids"], "input_ids": ids,
+                "pixel_values": numbers(2, 4, 3, 32, 32), "qformer_input_ids": words["input_ids"], "input_ids": ids,
             }  # fmt: skip
         case _:
             return
@@ -109,8 +95,11 @@ def padding(side: str, length: int = LENGTH) -> Tensor:
 
 def candidates(model: Any) -> Iterator[dict[str, Any]]:
     """Those that fit what `forward` takes, likelier ones first."""
+    if type(model).__name__ in INPUTS:
+        yield INPUTS[type(model).__name__](model.config)
+        return
     config, takes = model.config, inspect.signature(model.forward).parameters
-    words = {"input_ids": _words(config)} if "input_ids" in takes else {}
+    words = {"input_ids": some_words(config)} if "input_ids" in takes else {}
     answer = _answer(config) if "decoder_input_ids" in takes else {}
     images, sounds = list(_images(config, takes)), list(_sounds(config, takes))
     yield from own_inputs(type(model).__name__, config, words, answer)
@@ -123,7 +112,7 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
         yield other | words
     if "inputs_embeds" in takes:
         width = _found(config, "hidden_size", "d_model", "n_embd", "dim", otherwise=64)
-        yield {"inputs_embeds": _numbers(2, LENGTH, width)} | answer
+        yield {"inputs_embeds": numbers(2, LENGTH, width)} | answer
     yield from _others(config, takes)
     yield from _joined(config, takes, words, answer, [*images, *sounds])
 
@@ -143,7 +132,7 @@ def _joined(
                 more[name] = torch.ones(2, main.shape[-1], dtype=torch.long)
         for name in ("qformer_input_ids", "task_inputs"):
             if name in takes:
-                more[name] = _words(config)
+                more[name] = some_words(config)
         for name in ("pixel_position_ids", "image_position_ids"):
             if name in takes and main.dim() == 4:
                 side = main.shape[-1] // _found(config, "patch_size", otherwise=8)
@@ -156,12 +145,12 @@ def _joined(
                 ids = torch.cat([torch.full((2, count), token), words["input_ids"]], 1)
                 yield other | more | marked | {"input_ids": ids} | answer
     if "visual_feats" in takes:
-        yield words | {"visual_feats": _numbers(2, 5, config.visual_feat_dim), "visual_pos": _numbers(2, 5, 4).abs()}
+        yield words | {"visual_feats": numbers(2, 5, config.visual_feat_dim), "visual_pos": numbers(2, 5, 4).abs()}
     if {"states", "actions"} <= takes.keys():
         steps = torch.arange(6).expand(2, -1)
         yield {
-            "states": _numbers(2, 6, config.state_dim), "actions": _numbers(2, 6, config.act_dim),
-            "rewards": _numbers(2, 6, 1), "returns_to_go": _numbers(2, 6, 1), "timesteps": steps,
+            "states": numbers(2, 6, config.state_dim), "actions": numbers(2, 6, config.act_dim),
+            "rewards": numbers(2, 6, 1), "returns_to_go": numbers(2, 6, 1), "timesteps": steps,
             "attention_mask": torch.ones(2, 6, dtype=torch.long),
         }  # fmt: skip
 
@@ -171,13 +160,13 @@ def _images(config: Any, takes: Any) -> Iterator[dict[str, Any]]:
         size = _found(config, "image_size", "img_size", otherwise=32)
         channels = _found(config, "num_channels", "in_channels", "in_chans", otherwise=3)
         for side in dict.fromkeys((size, 32, 64, 224)):
-            yield {"pixel_values": _numbers(2, channels, side, side)}
+            yield {"pixel_values": numbers(2, channels, side, side)}
         frames = _found(config, "num_frames", otherwise=4)
-        yield {"pixel_values": _numbers(2, frames, channels, size, size)}
+        yield {"pixel_values": numbers(2, frames, channels, size, size)}
     if "pixel_values_videos" in takes:
         size = _found(config, "image_size", "crop_size", otherwise=32)
         yield {
-            "pixel_values_videos": _numbers(
+            "pixel_values_videos": numbers(
                 2, _found(config, "num_frames", "frames_per_clip", otherwise=4), 3, size, size
             )
         }
@@ -187,8 +176,8 @@ def _images(config: Any, takes: Any) -> Iterator[dict[str, Any]]:
         columns = channels * depth * patch * patch
         places = torch.tensor([[1, 4, 4], [1, 4, 8]])
         for name in [name for name in ("hidden_states", "pixel_values") if name in takes]:
-            yield {name: _numbers(48, columns), grid: places}
-            yield {name: _numbers(48, channels, patch, patch), grid: places}
+            yield {name: numbers(48, columns), grid: places}
+            yield {name: numbers(48, channels, patch, patch), grid: places}
 
 
 def _sounds(config: Any, takes: Any) -> Iterator[dict[str, Any]]:
@@ -204,39 +193,39 @@ def _sounds(config: Any, takes: Any) -> Iterator[dict[str, Any]]:
         )
         frames = 2 * _found(config, "max_source_positions", otherwise=32)
         for length in (frames, 64):
-            yield {"input_features": _numbers(2, bins, length)}
-            yield {"input_features": _numbers(2, length, bins)}
+            yield {"input_features": numbers(2, bins, length)}
+            yield {"input_features": numbers(2, length, bins)}
     if "input_values" in takes:
-        yield {"input_values": _numbers(2, 4000)}
-        yield {"input_values": _numbers(2, 1, 4000)}
-        yield {"input_values": _numbers(2, 1, 3840)}
-        yield {"input_values": _numbers(2, 3840)}
+        yield {"input_values": numbers(2, 4000)}
+        yield {"input_values": numbers(2, 1, 4000)}
+        yield {"input_values": numbers(2, 1, 3840)}
+        yield {"input_values": numbers(2, 3840)}
         bins = _found(config, "num_mel_bins", otherwise=16)
-        yield {"input_values": _numbers(2, _found(config, "max_length", otherwise=64), bins)}
+        yield {"input_values": numbers(2, _found(config, "max_length", otherwise=64), bins)}
     if "audio_values" in takes:
-        yield {"audio_values": _numbers(2, 1, 4000)}
+        yield {"audio_values": numbers(2, 1, 4000)}
 
 
 def _others(config: Any, takes: Any) -> Iterator[dict[str, Any]]:
     if "past_values" in takes:
         channels = _found(config, "num_input_channels", otherwise=1)
         length = _found(config, "context_length", "prediction_length", otherwise=32)
-        yield {"past_values": _numbers(2, length, channels)}
-        yield {"past_values": _numbers(2, length)}
+        yield {"past_values": numbers(2, length, channels)}
+        yield {"past_values": numbers(2, length)}
         lags = max(getattr(config, "lags_sequence", None) or [0])
         past, future = length + lags, _found(config, "prediction_length", otherwise=8)
         features = getattr(config, "num_time_features", 0)
         yield {
-            "past_values": _numbers(2, past), "past_time_features": _numbers(2, past, features),
-            "past_observed_mask": torch.ones(2, past), "future_values": _numbers(2, future),
-            "future_time_features": _numbers(2, future, features),
+            "past_values": numbers(2, past), "past_time_features": numbers(2, past, features),
+            "past_observed_mask": torch.ones(2, past), "future_values": numbers(2, future),
+            "future_time_features": numbers(2, future, features),
         }  # fmt: skip
     if "hidden_states" in takes:
-        yield {"hidden_states": _numbers(2, LENGTH, _found(config, "hidden_size", "d_model", otherwise=64))}
+        yield {"hidden_states": numbers(2, LENGTH, _found(config, "hidden_size", "d_model", otherwise=64))}
     if "inputs" in takes:
-        yield {"inputs": _numbers(2, LENGTH, _found(config, "d_model", otherwise=64))}
+        yield {"inputs": numbers(2, LENGTH, _found(config, "d_model", otherwise=64))}
     if "bbox" in takes and "decoder_input_ids" in takes:
-        yield {"input_ids": _words(config), "bbox": _numbers(2, LENGTH, 4).abs().clamp(max=1.0), **_answer(config)}
+        yield {"input_ids": some_words(config), "bbox": numbers(2, LENGTH, 4).abs().clamp(max=1.0), **_answer(config)}
     if "bbox" in takes:
-        yield {"input_ids": _words(config), "bbox": torch.arange(2 * LENGTH * 4).reshape(2, LENGTH, 4) % 60}
-        yield {"input_ids": _words(config), "bbox": _numbers(2, LENGTH, 8)}
+        yield {"input_ids": some_words(config), "bbox": torch.arange(2 * LENGTH * 4).reshape(2, LENGTH, 4) % 60}
+        yield {"input_ids": some_words(config), "bbox": numbers(2, LENGTH, 8)}

@@ -135,7 +135,7 @@ def _judged(name: str, config: type, made: type, calls: list[int]) -> Found:
 def built(config: type, made: Any) -> tuple[Any, dict[str, Any] | None, str]:
     """A random model that runs under "eager", and its inputs; or why there is none."""
     problem = of_inputs = ""
-    for whole in tiny(config):
+    for whole in tiny(config, made.__name__):
         # a class may take a part of what its configuration says
         small = next((part for part in parts(whole) if type(part) is made.config_class), whole)
         try:
@@ -205,7 +205,9 @@ def outputs(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     kept = COMPARED.get(type(model).__name__, ("",))
     if hasattr(found, "items"):
         found = [v for k, v in found.items() if "attentions" not in k and k.startswith(kept)]
-    return [t for t in flat(found) if t.is_floating_point() and t.numel()]
+    found = [t for t in flat(found) if t.numel()]
+    # some return nothing but codes
+    return [t for t in found if t.is_floating_point()] or [t.float() for t in found if t.dtype == torch.long]
 
 
 def generated(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
@@ -223,6 +225,8 @@ def generated(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
 def flat(given: Any) -> Iterator[Tensor]:
     if isinstance(given, Tensor):
         yield given
+    elif isinstance(given, transformers.utils.ModelOutput):  # that of a part of the model
+        yield from flat([part for name, part in given.items() if "attentions" not in name])
     elif isinstance(given, (list, tuple)):
         for part in given:
             yield from flat(part)

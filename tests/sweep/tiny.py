@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from .recipes import CONFIGURATIONS
 
 # what a field whose name matches is set to; the first that does
 FIXED: list[tuple[str, Any]] = [
@@ -130,8 +133,12 @@ def completed(config: Any) -> None:
             part.rope_theta, part.clip_qkv = 1e4, 8.0
 
 
-def tiny(made: Callable[[], Any]) -> Iterator[Any]:
-    """Configurations to try, the smallest first."""
+def tiny(made: Callable[..., Any], name: str = "") -> Iterator[Any]:
+    """Configurations to try, the smallest first; of a class of that name, if one is known for it."""
+    if name in CONFIGURATIONS:
+        with contextlib.suppress(Exception):  # of a version that names its fields otherwise
+            yield made(**copy.deepcopy(CONFIGURATIONS[name]))
+            return
     for recipe in RECIPES.values():
         try:
             config = made()
