@@ -42,6 +42,11 @@ class Rule:
     def __repr__(self) -> str:
         return f"Rule({list(self.shape)}, {self.text}{'' if self.seen is None else ', padding'})"
 
+    @property
+    def hides_nothing(self) -> bool:
+        """Whether it holds for any queries and keys."""
+        return self.text == "True" and self.seen is None and self.over is None
+
     def to(self, device: torch.device) -> Rule:
         """On another device: layers of a model may lie on several."""
         q_first = self.q_first.to(device) if isinstance(self.q_first, Tensor) else self.q_first

@@ -72,6 +72,9 @@ def mask(
             q_offset = torch.full((), q_offset, dtype=torch.int64, device=device)
     shape = (batch_size, 1, q_length, kv_length)
     found = Rule(shape, rule.text, tuple(rule.tensors), q_offset, kv_offset, seen)
+    size = options.get("local_size")
+    if options.get("allow_is_bidirectional_skip") and seen is None and (size is None or kv_length < size):
+        found = Rule(shape)  # transformers' own masks are None then, and layers may have more keys than they told of
     return handed(found, pairs, device) if over is None else over.mask(found, device)
 
 

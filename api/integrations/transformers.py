@@ -154,13 +154,15 @@ def attention(
     query, key, value = (readable(given) for given in (query, key, value))
     if isinstance(scaling, Tensor):
         query, scaling = query * scaling, 1.0
-    if isinstance(attention_mask, Mask) and written(attention_mask):
+    if isinstance(attention_mask, Mask) and (written(attention_mask) or of_one_query(attention_mask.rule, query)):
         attention_mask = tensor_of(attention_mask)
     if isinstance(attention_mask, Mask):
         rule, attention_mask = attention_mask.rule, None
     else:
         over_ranks.refuse_inside("expected the mask that transformers makes inside, got a tensor or none")
         rule = besides(attention_mask, module, query, key, is_causal)
+    if rule.hides_nothing:
+        rule = Rule((query.shape[0], 1, query.shape[2], key.shape[2]))
     if rule.shape[3] > key.shape[2]:  # layers under "eager" cut it
         rule = rule.of_first_keys(key.shape[2])
     if rule.shape[2:] != (query.shape[2], key.shape[2]):
@@ -202,6 +204,12 @@ def attention(
     else:
         out = rule.over.attention(variant, query, key, value, operands, call["deterministic"])
     return out.transpose(1, 2).contiguous(), None
+
+
+def of_one_query(rule: Rule, query: Tensor) -> bool:
+    """Whether a mask was made for one query, and is for all of them: scores of L queries take one of any shape to
+    which they broadcast."""
+    return rule.shape[2] == 1 < query.shape[2] and not rule.hides_nothing
 
 
 def readable(given: Tensor) -> Tensor:

@@ -27,3 +27,12 @@ def some_words(config: Any, length: int = LENGTH) -> Tensor:
 def marked(config: Any, token: int, count: int) -> Tensor:
     """Words after `count` of one that stands for a part of an image or of a sound."""
     return torch.cat([torch.full((2, count), token), some_words(config)], 1)
+
+
+def padding(side: str, length: int = LENGTH) -> Tensor:
+    seen = torch.ones(2, length, dtype=torch.long)
+    if side == "left":
+        seen[0, :4] = 0
+    elif side == "right":
+        seen[1, -5:] = 0
+    return seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -84,20 +85,12 @@ def _found(config: Any, *names: str, otherwise: int) -> int:
     return otherwise
 
 
-def padding(side: str, length: int = LENGTH) -> Tensor:
-    seen = torch.ones(2, length, dtype=torch.long)
-    if side == "left":
-        seen[0, :4] = 0
-    elif side == "right":
-        seen[1, -5:] = 0
-    return seen
-
-
 def candidates(model: Any) -> Iterator[dict[str, Any]]:
     """Those that fit what `forward` takes, likelier ones first."""
     if type(model).__name__ in INPUTS:
-        yield INPUTS[type(model).__name__](model.config)
-        return
+        with contextlib.suppress(Exception):  # of a version whose configuration has other fields
+            yield INPUTS[type(model).__name__](model.config)
+            return
     config, takes = model.config, inspect.signature(model.forward).parameters
     words = {"input_ids": some_words(config)} if "input_ids" in takes else {}
     answer = _answer(config) if "decoder_input_ids" in takes else {}

@@ -22,7 +22,8 @@ from transformers.models.auto import modeling_auto
 from weft import WeftError
 from weft.integrations import transformers as ours
 
-from .inputs import candidates, padding
+from .given import padding
+from .inputs import candidates
 from .tiny import parts, tiny
 
 MOST = 110_000_000  # parameters of a model that is looked at
@@ -200,6 +201,9 @@ def outputs(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     torch.manual_seed(1)
     if "cache_implementation" in inputs:
         return generated(model, inputs)
+    inputs = {name: value if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in inputs.items()}
+    if "frame_idx" in inputs:  # later frames of a video look at earlier ones
+        return list(flat([model(**inputs | {"frame_idx": n}) for n in range(inputs["frame_idx"] + 1)]))
     found = model(**inputs)
     # weights are never in memory under "weft", and some models hand them out unasked
     kept = COMPARED.get(type(model).__name__, ("",))

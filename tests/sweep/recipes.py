@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 
-from .given import LENGTH, marked, numbers, some_words
+from .given import LENGTH, marked, numbers, padding, some_words
 
 SOME = {"num_hidden_layers": 3, "num_attention_heads": 4}
 SMALL = {"hidden_size": 64, "intermediate_size": 64, **SOME}
@@ -19,7 +20,7 @@ SAM = {
                       "global_attn_indexes": [1], "num_pos_feats": 16, **SOME},
     "prompt_encoder_config": POINTS, "mask_decoder_config": MASKS,
 }  # fmt: skip
-SAM2 = {
+SAM2: dict[str, Any] = {
     "vision_config": {
         "backbone_config": {
             "model_type": "sam2_hiera_det_model", "hidden_size": 16, "image_size": [64, 64], "blocks_per_stage": [1, 1, 2, 1],
@@ -51,6 +52,86 @@ ZAMBA = SMALL | {
     "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"],
 }  # fmt: skip
 ZAMBA2 = {"mamba_d_state": 16, "chunk_size": 8, "use_mem_rope": True, "adapter_rank": 8}
+KEYS = SMALL | {"vocab_size": 128, "num_key_value_heads": 2, "head_dim": 16}
+SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+ASSISTANT = {
+    "backbone_hidden_size": 32,
+    "text_config": KEYS | SLIDING | {"num_kv_shared_layers": 3, "hidden_size_per_layer_input": 0,
+                                     "vocab_size_per_layer_input": 0, "global_head_dim": 16},
+}  # fmt: skip
+SIGLIP = SMALL | {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8, "vision_use_head": False}
+ROBOT = {
+    "chunk_size": 4, "max_state_dim": 8, "max_action_dim": 8,
+    "vlm_config": {"model_type": "paligemma", "projection_dim": 64, "image_token_id": 5, "vision_config": SIGLIP,
+                   "text_config": KEYS | {"model_type": "gemma"}},
+    "dit_config": KEYS | {"model_type": "gemma"},
+}  # fmt: skip
+BERT = {"model_type": "wav2vec2-bert", "feature_projection_input_dim": 16, **SMALL}
+CODEC = SMALL | {"num_key_value_heads": 4, "head_dim": 16, "encoder_hidden_size": 8, "quantization_dim": 128,
+                 "semantic_model_config": BERT}  # fmt: skip
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "head_dim": 24, "qk_nope_head_dim": 16, "v_head_dim": 16}
+NOTE = SMALL | LATENT | {f"swa_{name}": value for name, value in LATENT.items()} | {
+    "vocab_size": 128, "num_key_value_heads": 4, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
+    "qk_rope_head_dim": 8, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 2, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_experts_intermediate_size": 32, "sliding_window": 8,
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"], "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+NOTES = {
+    "text_config": NOTE, "image_token_id": 5, "video_token_id": 6, "audio_token_id": 7,
+    "vision_config": SMALL | {"patch_size": 8, "moe_intermediate_size": 32, "num_local_experts": 4,
+                              "adapter_in_dim": 64, "adapter_out_dim": 64,
+                              "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "audio_config": SMALL | {"feature_size": 16, "downsample_hidden_size": 8, "adapter_input_size": 64,
+                             "adapter_out_dim": 64},
+}  # fmt: skip
+QWEN4 = KEYS | {
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2,
+    "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+    "indexer_compress_ratio": 4, "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+}  # fmt: skip
+QWEN4S = {
+    "text_config": QWEN4, "image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7,
+    "vision_end_token_id": 8,
+    "vision_config": {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "patch_size": 8,
+                      "out_hidden_size": 64, "num_position_embeddings": 16},
+}  # fmt: skip
+GRANITE = {
+    "text_config": SMALL | {"vocab_size": 128, "num_key_value_heads": 2},
+    "vision_config": SMALL | {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8},
+    "image_token_index": 5, "image_grid_pinpoints": [[32, 32]], "downsample_rate": "1/2",
+    "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1, 1, 2, 2],
+}  # fmt: skip
+SPEECH = {"text_config": KEYS | {"model_type": "qwen2"}, "audio_token_id": 5}
+SPOKEN = SPEECH | {"audio_config": VIBE, "semantic_model_config": VIBE,
+                   "diffusion_head_config": {"hidden_size": 64, "latent_size": 16, "intermediate_size": 64,
+                                             "num_hidden_layers": 2}}  # fmt: skip
+HEARD = SPEECH | {"acoustic_tokenizer_encoder_config": VIBE, "semantic_tokenizer_encoder_config": VIBE,
+                  "acoustic_tokenizer_chunk_size": 64}  # fmt: skip
+SAM3: dict[str, Any] = {
+    "vision_config": {
+        "backbone_config": SMALL | {"model_type": "sam3_vit_model", "image_size": 64, "patch_size": 8,
+                                    "window_size": 4, "global_attn_indexes": [1], "pretrain_image_size": 32},
+        "fpn_hidden_size": 32, "backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]],
+    },
+    "prompt_encoder_config": POINTS | {"image_size": 64}, "mask_decoder_config": MASKS,
+}  # fmt: skip
+WIDER: dict[str, Any] = {
+    "prompt_encoder_config": POINTS | {"hidden_size": 128, "image_size": 64},
+    "mask_decoder_config": MASKS | {"hidden_size": 128, "iou_head_hidden_dim": 128},
+    "memory_attention_hidden_size": 128, "memory_attention_num_layers": 2, "memory_encoder_hidden_size": 128,
+    "memory_attention_feed_forward_hidden_size": 32, "image_size": 64,
+    "mask_downsampler_embed_dim": 128, "memory_fuser_embed_dim": 128, "memory_fuser_intermediate_dim": 32,
+}  # fmt: skip
+TRACKED2 = SAM2 | WIDER | {
+    "vision_config": SAM2["vision_config"] | {"fpn_hidden_size": 128}, "memory_attention_rope_feat_sizes": [4, 4],
+    "prompt_encoder_config": WIDER["prompt_encoder_config"] | {"patch_size": 16},
+}  # fmt: skip
+TRACKED3 = SAM3 | WIDER | {
+    "vision_config": SAM3["vision_config"] | {"fpn_hidden_size": 128}, "memory_attention_rope_feat_sizes": [8, 8],
+
+}  # fmt: skip
 
 # what a class's configuration is made of, in place of what the names of its fields tell
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -104,9 +185,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "decoder_config": SMALL | {"vocab_size": 128, "bos_token_id": 126, "eos_token_id": 127, "feature_size": 16,
                                    "decoder_fixing_codes": (3, 4, 4, 5)},
     },
-    "EfficientNetModel": {"in_channels": [8, 8], "out_channels": [8, 16], "kernel_sizes": [3, 3], "strides": [1, 2],
+    "EfficientNetModel": {"in_channels": [32, 8], "out_channels": [8, 16], "kernel_sizes": [3, 3], "strides": [1, 2],
                           "num_block_repeats": [1, 1], "expand_ratios": [1, 6], "depthwise_padding": [],
-                          "width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 16},
+                          "width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280},
     "Gemma3nAudioEncoder": {"hidden_size": 64, "conf_num_hidden_layers": 3, "conf_num_attention_heads": 4,
                             "sscp_conv_channel_size": (8, 8), "input_feat_size": 32},
     "PerceiverModel": {"num_latents": 8, "d_latents": 64, "d_model": 64, "num_self_attends_per_block": 3,
@@ -134,11 +215,32 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             "keypoint_decoder_dim": 65, "descriptor_decoder_dim": 64, "keypoint_threshold": 0.0, "max_keypoints": 16,
         },
     },
-    "EfficientLoFTRModel": {"hidden_size": 64, "stage_num_blocks": [1, 1, 1], "stage_stride": [2, 1, 2],
-                            "out_features": [16, 32, 64], "num_attention_layers": 2, "num_attention_heads": 4},
+    "EfficientLoFTRModel": {"hidden_size": 64, "stage_num_blocks": [1, 1, 1, 1], "stage_stride": [2, 1, 2, 2],
+                            "out_features": [16, 16, 32, 64], "num_attention_layers": 2, "num_attention_heads": 8},
     "SegGptModel": {"hidden_size": 64, "image_size": (64, 32), "patch_size": 8, "pretrain_image_size": 32,
-                    "decoder_hidden_size": 16, "mlp_dim": 64, "merge_index": 1,
-                    "intermediate_hidden_state_indices": (0, 1, 2), "num_hidden_layers": 4, "num_attention_heads": 4},
+                    "decoder_hidden_size": 16, "mlp_dim": 64, "merge_index": 0,
+                    "intermediate_hidden_state_indices": (1, 2, 3), "num_hidden_layers": 4, "num_attention_heads": 4},
+    "MuseGlimmerAssistantModel": KEYS | SLIDING | {"target_layer_ids": [0, 1], "block_size": 4, "pad_token_id": 0,
+                                                   "bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 3},
+    "Gemma4AssistantForCausalLM": ASSISTANT, "Gemma4UnifiedAssistantForCausalLM": ASSISTANT,
+    "PI0Model": ROBOT, "PI0ForConditionalGeneration": ROBOT,
+    "NeuCodecModel": CODEC, "Xcodec2Model": CODEC,
+    "XcodecModel": {"semantic_model_config": SMALL | {"model_type": "hubert", "conv_dim": [16] * 7}},
+    "Sam3TrackerModel": SAM3,
+    "TvpModel": SMALL | {
+        "vocab_size": 128, "num_frames": 4, "max_img_size": 64, "visual_prompt_size": 8,
+        "backbone_config": {"model_type": "resnet", "embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1],
+                            "out_features": ["stage2"]},
+    },
+    "Granite4VisionModel": GRANITE, "Granite4VisionForConditionalGeneration": GRANITE,
+    "VibeVoiceModel": SPOKEN, "VibeVoiceForConditionalGeneration": SPOKEN,
+    "VibeVoiceAsrModel": HEARD, "VibeVoiceAsrForConditionalGeneration": HEARD,
+    "Dots3NoteTextModel": NOTE, "Dots3NoteForCausalLM": NOTES,
+    "Dots3NoteModel": NOTES, "Dots3NoteForConditionalGeneration": NOTES,
+    "Qwen4ExpTextModel": QWEN4, "Qwen4ExpForCausalLM": QWEN4S,
+    "Qwen4ExpModel": QWEN4S, "Qwen4ExpForConditionalGeneration": QWEN4S,
+    "Sam2VideoModel": TRACKED2,
+    "Sam3TrackerVideoModel": TRACKED3,
 }  # fmt: skip
 
 def places(rows: int, columns: int) -> torch.Tensor:
@@ -160,6 +262,54 @@ def voxtral(config: Any) -> dict[str, Any]:
     return {
         "input_ids": some_words(config, 8), "input_features": numbers(2, config.audio_config.num_mel_bins, 64),
     }  # fmt: skip
+
+
+def shared_states(config: Any) -> dict[str, Any]:
+    """Keys and values of another model's last layers."""
+    keys = (numbers(2, 2, LENGTH, 16, seed=2), numbers(2, 2, LENGTH, 16, seed=3))
+    return {
+        "inputs_embeds": numbers(2, 1, 2 * config.backbone_hidden_size), "position_ids": torch.full((2, 1), LENGTH - 1),
+        "shared_kv_states": {"full_attention": keys, "sliding_attention": keys},
+        "attention_mask": padding("left"),
+    }  # fmt: skip
+
+
+def robot(config: Any) -> dict[str, Any]:
+    return {
+        "input_ids": marked(config.vlm_config, 5, 16), "pixel_values": numbers(2, 1, 3, 32, 32),
+        "pixel_attention_mask": torch.ones(2, 1, dtype=torch.long),
+        "attention_mask": torch.ones(2, 16 + LENGTH, dtype=torch.long),
+    }  # fmt: skip
+
+
+def codec(config: Any) -> dict[str, Any]:
+    return {"input_values": numbers(2, 1, 3200), "input_features": numbers(2, 10, 16), "output_latents": True}
+
+
+def tiled(config: Any) -> dict[str, Any]:
+    return {
+        "input_ids": marked(config, 5, 10), "pixel_values": numbers(2, 2, 3, 32, 32),
+        "image_sizes": torch.tensor([[32, 32], [32, 32]]),
+    }  # fmt: skip
+
+
+def heard(config: Any) -> dict[str, Any]:
+    return {
+        "input_ids": marked(config, 5, 8), "input_values": numbers(2, 1, 64), "sample": False,
+        "padding_mask": torch.ones(2, 64, dtype=torch.bool),
+    }  # fmt: skip
+
+
+def video(module: str) -> dict[str, Any]:
+    """Three frames, with a point in the first one."""
+    modeling = import_module(f"transformers.models.{module}.modeling_{module}")
+    name = next(name for name in vars(modeling) if name.endswith("VideoInferenceSession"))
+    frames = numbers(3, 3, 64, 64)
+    session = getattr(modeling, name)(video=frames, video_height=64, video_width=64, dtype=frames.dtype)
+    point = {"point_coords": torch.tensor([[[[20.0, 30.0]]]]), "point_labels": torch.ones(1, 1, 1, dtype=torch.int)}
+    session.add_point_inputs(session.obj_id_to_idx(1), 0, point)
+    session.obj_with_new_inputs = [1]
+    return {"inference_session": session, "frame_idx": 2}
 
 
 # what a class takes
@@ -235,4 +385,24 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "pixel_values": numbers(48, 3 * c.patch_size**2), "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 8]]),
         "merge_sizes": torch.tensor([2, 2]),
     },
+    "MuseGlimmerAssistantModel": lambda c: {
+        "noise_embeds": numbers(2, 4, 64), "context_hidden_states": numbers(2, 5, 128),
+    },
+    "Gemma4AssistantForCausalLM": shared_states, "Gemma4UnifiedAssistantForCausalLM": shared_states,
+    "PI0Model": lambda c: robot(c) | {"action_embeds": numbers(2, 5, 64)},
+    "PI0ForConditionalGeneration": lambda c: robot(c) | {
+        "state": numbers(2, 8), "noise": numbers(2, 4, 8), "timestep": torch.tensor([0.2, 0.7]),
+    },
+    "NeuCodecModel": codec, "Xcodec2Model": codec,
+    "XcodecModel": lambda c: {"input_values": numbers(2, 1, 3200)},
+    "Sam3TrackerModel": lambda c: {
+        "pixel_values": numbers(2, 3, 64, 64), "input_points": numbers(2, 1, 3, 2).abs() * 20,
+        "input_labels": torch.ones(2, 1, 3, dtype=torch.int),
+    },
+    "TvpModel": lambda c: {"input_ids": some_words(c)[:1], "pixel_values": numbers(1, 4, 3, 64, 64)},
+    "Granite4VisionModel": tiled, "Granite4VisionForConditionalGeneration": tiled,
+    "VibeVoiceModel": heard, "VibeVoiceForConditionalGeneration": heard,
+    "VibeVoiceAsrModel": heard, "VibeVoiceAsrForConditionalGeneration": heard,
+    "Sam2VideoModel": lambda c: video("sam2_video"),
+    "Sam3TrackerVideoModel": lambda c: video("sam3_tracker_video"),
 }  # fmt: skip
