@@ -280,6 +280,49 @@ def test_doge_computes_with_its_mask() -> None:
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-5)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_mask_of_one_query_holds_for_all(window: int | None) -> None:
+    """As LightGlue asks for it: of floats it would be added to the scores of every query."""
+    _, ours = decoder("Mistral")
+    config = copy.deepcopy(ours.config)
+    config.sliding_window = window
+    made = transformers.masking_utils.create_bidirectional_mask
+    if window is not None:
+        made = transformers.masking_utils.create_bidirectional_sliding_window_mask
+    query, key, value = torch.randn(3, 2, 4, 15, 16, generator=torch.Generator().manual_seed(3))
+    found = []
+    for name, attend in (("eager", None), ("weft", attention)):
+        config._attn_implementation = name
+        mask = made(config=config, inputs_embeds=torch.zeros(2, 1, 64), attention_mask=padding("right"),
+                    encoder_hidden_states=torch.zeros(2, 15, 64))  # fmt: skip
+        if attend is None:
+            weights = (query @ key.transpose(2, 3) / 4 + mask).softmax(-1)
+            found.append((weights @ value).transpose(1, 2))
+        else:
+            found.append(attend(torch.nn.Identity(), query, key, value, mask)[0])
+    torch.testing.assert_close(found[1], found[0], atol=2e-6, rtol=2e-5)
+
+
+def test_a_mask_that_hides_nothing_holds_for_more_keys() -> None:
+    """As Muse Glimmer's assistant has them: of its noise and of its context. Under "eager" such a mask is None."""
+    config = transformers.MistralConfig(**WIDTH, sliding_window=8)
+    config._attn_implementation = "weft"
+    mask = transformers.masking_utils.create_bidirectional_sliding_window_mask(
+        config=config, inputs_embeds=torch.zeros(2, 4, 64), attention_mask=None
+    )
+    query, key, value = torch.randn(3, 2, 4, 9, 16, generator=torch.Generator().manual_seed(3))
+    query = query[:, :, :4]
+    layer = torch.nn.Identity()
+    layer.is_causal = True  # it has no say where there is a mask
+    expected = ((query @ key.transpose(2, 3) / 4).softmax(-1) @ value).transpose(1, 2)
+    torch.testing.assert_close(attention(layer, query, key, value, mask)[0], expected, atol=2e-6, rtol=2e-5)
+    wide = transformers.masking_utils.create_bidirectional_sliding_window_mask(
+        config=config, inputs_embeds=torch.zeros(2, 9, 64), attention_mask=None
+    )
+    with pytest.raises(WeftError, match="expected one of 4 queries and 9 keys"):
+        attention(layer, query, key, value, wide)
+
+
 def test_weights_that_are_asked_for_are_refused() -> None:
     _, ours = decoder("Llama")
     with pytest.raises(UnavailableError, match="output_attentions: weights are never in memory"):

@@ -40,3 +40,5 @@ def test_a_record_that_is_old_is_seen() -> None:
     known = {"A": Found("A", "agrees"), "B": Found("B", "refused", "x")}
     assert differing([Found("A", "agrees"), Found("B", "refused", "y")], known) == []
     assert len(differing([Found("A", "differs"), Found("C", "agrees")], known)) == 2
+    assert differing([Found("A", "not built", "ImportError: A requires the timm library")], known) == []
+    assert len(differing([Found("A", "not built", "ValueError: of its size")], known)) == 1

@@ -25,8 +25,8 @@ def main() -> None:
             results.append(found)
             print(json.dumps([found.name, found.status, found.why, round(seconds, 1)]), flush=True)
     print(Counter(found.status for found in results))
-    if options.record and not options.only:
-        write(results)
+    if options.record:
+        write(results, whole=not options.only and options.every == 1)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .given import LENGTH, numbers, some_words
 from .recipes import INPUTS
+
 
 def _answer(config: Any) -> dict[str, Any]:
     return {"decoder_input_ids": some_words(config, 7)}

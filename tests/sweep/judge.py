@@ -103,7 +103,10 @@ def bounded_memory() -> Iterator[None]:
 
 
 def _judged(name: str, config: type, made: type, calls: list[int]) -> Found:
-    model, inputs, problem = built(config, made)
+    try:
+        model, inputs, problem = built(config, made)
+    except ImportError as error:
+        return Found(name, "not built", short(error))
     if model is None or inputs is None:
         return Found(name, "not built", problem)
     try:
@@ -137,9 +140,10 @@ def built(config: type, made: Any) -> tuple[Any, dict[str, Any] | None, str]:
     """A random model that runs under "eager", and its inputs; or why there is none."""
     problem = of_inputs = ""
     for whole in tiny(config, made.__name__):
-        # a class may take a part of what its configuration says
-        small = next((part for part in parts(whole) if type(part) is made.config_class), whole)
-        try:
+        try:  # a class may take a part of what its configuration says
+            small = next((part for part in parts(whole) if type(part) is made.config_class), whole)
+            if made.forward is torch.nn.Module.forward:
+                return None, None, "no forward of its own"
             with torch.device("meta"):
                 size = sum(p.numel() for p in made(copy.deepcopy(small)).parameters())
         except Exception as error:  # of unknown size: it may be too large for the machine
@@ -229,8 +233,8 @@ def generated(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
 def flat(given: Any) -> Iterator[Tensor]:
     if isinstance(given, Tensor):
         yield given
-    elif isinstance(given, transformers.utils.ModelOutput):  # that of a part of the model
-        yield from flat([part for name, part in given.items() if "attentions" not in name])
+    elif isinstance(given, dict):  # as of a part of the model
+        yield from flat([part for name, part in given.items() if "attentions" not in str(name)])
     elif isinstance(given, (list, tuple)):
         for part in given:
             yield from flat(part)

@@ -23,7 +23,8 @@ SAM = {
 SAM2: dict[str, Any] = {
     "vision_config": {
         "backbone_config": {
-            "model_type": "sam2_hiera_det_model", "hidden_size": 16, "image_size": [64, 64], "blocks_per_stage": [1, 1, 2, 1],
+            "model_type": "sam2_hiera_det_model", "hidden_size": 16, "image_size": [64, 64],
+            "blocks_per_stage": [1, 1, 2, 1],
             "embed_dim_per_stage": [16, 32, 64, 128], "num_attention_heads_per_stage": [1, 2, 4, 8],
             "window_size_per_stage": [4, 2, 4, 2], "global_attention_blocks": [3],
             "window_positional_embedding_background_size": [4, 4],
@@ -42,7 +43,8 @@ STEP = {
     },
 }  # fmt: skip
 BLOCKS = {"model_type": "pp_lcnet_v4", "out_features": ["stage1", "stage2", "stage3", "stage4"],
-          "block_configs": [[[3, 96, 96, 1, True]], [[3, 96, 96, 2, False]], [[3, 96, 192, 2, False]], [[3, 192, 384, 2, False]]]}  # fmt: skip
+          "block_configs": [[[3, 96, 96, 1, True]], [[3, 96, 96, 2, False]], [[3, 96, 192, 2, False]],
+                            [[3, 192, 384, 2, False]]]}  # fmt: skip
 BARK = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "block_size": 64, "input_vocab_size": 128,
         "output_vocab_size": 128}  # fmt: skip
 CLVP = {"hidden_size": 128, "intermediate_size": 64, "projection_dim": 32, "bos_token_id": 1, **SOME}
@@ -132,6 +134,58 @@ TRACKED3 = SAM3 | WIDER | {
     "vision_config": SAM3["vision_config"] | {"fpn_hidden_size": 128}, "memory_attention_rope_feat_sizes": [8, 8],
 
 }  # fmt: skip
+PART = {"hidden_size": 128, "num_attention_heads": 4}
+LAYERS = PART | {"num_layers": 2, "intermediate_size": 32}
+FOUND = {
+    "low_res_mask_size": 32, "score_threshold_detection": 0.0, "new_det_thresh": 0.0, "tracker_config": TRACKED3,
+    "detector_config": {
+        "vision_config": TRACKED3["vision_config"], "mask_decoder_config": PART, "geometry_encoder_config": LAYERS,
+        "detr_encoder_config": LAYERS, "detr_decoder_config": LAYERS | {"num_queries": 4},
+        "text_config": SMALL | {"model_type": "clip_text_model", "vocab_size": 128, "hidden_size": 32,
+                                "projection_dim": 32, "eos_token_id": 2, "bos_token_id": 1},
+    },
+}  # fmt: skip
+VIT = {"architecture": "vit_tiny_patch16_224",
+       "model_args": {"img_size": 32, "embed_dim": 64, "depth": 2, "num_heads": 4}}  # fmt: skip
+FAST = {
+    "image_token_index": 5, "text_config": KEYS | {"model_type": "qwen2"},
+    "vision_config": {"model_type": "timm_wrapper", "architecture": "fastvit_t8", "hidden_size": 768},
+}  # fmt: skip
+NANO = {
+    "image_token_id": 113, "audio_token_id": 121, "vision_soft_tokens_per_image": 4,
+    "text_config": KEYS | {
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8,
+        "intermediate_size": [64] * 4, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0], "laurel_rank": 16,
+        "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16,
+    },
+    "vision_config": {"architecture": "resnet18", "hidden_size": 512, "vocab_size": 8, "vocab_offset": 112},
+    "audio_config": {"hidden_size": 64, "conf_num_hidden_layers": 2, "conf_num_attention_heads": 4, "vocab_size": 8,
+                     "vocab_offset": 120, "sscp_conv_channel_size": (8, 8), "input_feat_size": 32},
+}  # fmt: skip
+PERCEPTION = {
+    "image_token_id": 5, "video_token_id": 6, "text_config": KEYS | {"model_type": "llama"},
+    "vision_config": VIT | {"model_type": "timm_wrapper", "do_pooling": False},
+}  # fmt: skip
+SEEN = SMALL | {"head_dim": 16, "num_key_value_heads": 4, "vision_config": VIT | {"num_classes": 16}}
+LISTENED = SMALL | {"head_dim": 16, "num_key_value_heads": 4,
+                    "dac_config": {"encoder_hidden_size": 8, "downsampling_ratios": [2, 4], "codebook_dim": 16,
+                                   "hidden_size": 32}}  # fmt: skip
+WORDS = SMALL | {"model_type": "modernbert", "vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1,
+                 "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}  # fmt: skip
+SEEN_AND_HEARD = SMALL | {"head_dim": 16, "num_key_value_heads": 4, "video_config": SEEN, "audio_config": LISTENED}
+EDGE = {
+    "backbone_config": {"model_type": "timm_wrapper", "architecture": "repvit_m1", "num_classes": 2,
+                        "model_args": {"in_chans": 3, "features_only": True, "out_indices": [0, 1, 2, 3]}},
+    "backbone_channel_list": [384, 192, 96, 48], "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+    "fpn_hidden_size": 32,
+}  # fmt: skip
+CONVOLUTIONS = {"reduce_channel": [1, 1, 0], "return_channel": [1, 1, 0]}
+for ratio, size in (("longratio", 7), ("midratio", 5), ("shortratio", 3)):
+    CONVOLUTIONS |= {
+        f"vertical_long_to_small_conv_{ratio}": [[size, 1], 1, [size // 2, 0]],
+        f"horizontal_small_to_long_conv_{ratio}": [[1, size], 1, [0, size // 2]],
+        f"symmetric_conv_long_{ratio}": [size, 1, size // 2],
+    }
 
 # what a class's configuration is made of, in place of what the names of its fields tell
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -166,7 +220,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "MiniCPMOcrVisionModel": SMALL | {"image_size": 64, "patch_size": 8, "insert_layer_id": 1},
     "MiniCPMV4_7VisionModel": SMALL | {"image_size": 64, "patch_size": 8, "insert_layer_id": 1},
     "PPOCRV6SmallDetModel": {"backbone_config": BLOCKS, "layer_list_out_channels": [96, 96, 192, 384]},
-    "PPOCRV6MediumDetModel": {"backbone_config": BLOCKS, "layer_list_out_channels": [96, 96, 192, 384]},
+    "PPOCRV6MediumDetModel": {"backbone_config": BLOCKS, "intraclass_block_config": CONVOLUTIONS,
+                              "scale_factor_list": [1, 2, 4, 8], "kernel_list": [3, 2, 2]},
     "RfDetrModel": {
         "backbone_config": {"model_type": "rf_detr_dinov2", "hidden_size": 64, "image_size": 64, "patch_size": 8,
                             "num_windows": 2, "out_features": ["stage1", "stage3"], **SOME},
@@ -241,7 +296,38 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "Qwen4ExpModel": QWEN4S, "Qwen4ExpForConditionalGeneration": QWEN4S,
     "Sam2VideoModel": TRACKED2,
     "Sam3TrackerVideoModel": TRACKED3,
+    "TimmWrapperModel": VIT, "TimmBackbone": {"backbone": "resnet18", "out_indices": [1, 2]},
+    "FastVlmModel": FAST, "FastVlmForConditionalGeneration": FAST,
+    "Gemma3nModel": NANO, "Gemma3nForConditionalGeneration": NANO,
+    "PerceptionLMModel": PERCEPTION, "PerceptionLMForConditionalGeneration": PERCEPTION,
+    "PeVideoEncoder": SEEN, "PeVideoModel": {"text_config": WORDS, "video_config": SEEN},
+    "PeAudioVideoEncoder": SEEN_AND_HEARD,
+    "PeAudioVideoModel": {"text_config": WORDS, "audio_video_config": SEEN_AND_HEARD},
+    "EdgeTamVisionModel": EDGE, "EdgeTamModel": SAM2 | {"vision_config": EDGE},
+    "EdgeTamVideoModel": TRACKED2 | {
+        "vision_config": EDGE | {"model_type": "edgetam_vision_model", "fpn_hidden_size": 128},
+        "memory_attention_rope_k_sizes": [2, 2],
+        "perceiver_resampler_num_latents": 4, "perceiver_resampler_num_latents_2d": 4,
+    },
+    "OmDetTurboForObjectDetection": {
+        "image_size": 64, "text_projection_in_dim": 32, "text_projection_out_dim": 32, "task_encoder_hidden_dim": 64,
+        "class_embed_dim": 32, "num_queries": 8, "encoder_hidden_dim": 64, "vision_features_channels": (64, 64, 64),
+        "encoder_in_channels": (32, 64, 128), "encoder_attention_heads": 4, "encoder_dim_feedforward": 64,
+        "decoder_hidden_dim": 64, "decoder_num_heads": 4, "decoder_num_layers": 2, "decoder_dim_feedforward": 64,
+        "disable_custom_kernels": True, "apply_layernorm_after_vision_backbone": False,
+        "text_config": SMALL | {"model_type": "clip_text_model", "vocab_size": 128, "hidden_size": 32,
+                                "projection_dim": 32, "eos_token_id": 2, "bos_token_id": 1},
+        "backbone_config": {"model_type": "swin", "image_size": 64, "embed_dim": 16, "depths": [1, 1, 1, 1],
+                            "num_heads": [1, 2, 4, 4], "window_size": 2, "out_indices": [2, 3, 4]},
+    },
+    "HiggsAudioV2TokenizerModel": {
+        "acoustic_model_config": {"downsampling_ratios": [8, 5, 4, 6], "upsampling_ratios": [8, 5, 4, 6],
+                                  "encoder_hidden_size": 8, "decoder_hidden_size": 64, "hidden_size": 64},
+        "semantic_model_config": SMALL | {"model_type": "hubert", "conv_dim": [16] * 7},
+    },
+    "Sam3VideoModel": FOUND,
 }  # fmt: skip
+
 
 def places(rows: int, columns: int) -> torch.Tensor:
     """Row and column of each patch of two images."""
@@ -301,15 +387,25 @@ def heard(config: Any) -> dict[str, Any]:
 
 
 def video(module: str) -> dict[str, Any]:
-    """Three frames, with a point in the first one."""
+    """Three frames, with a point in the first one, or with words for what is to be found."""
     modeling = import_module(f"transformers.models.{module}.modeling_{module}")
-    name = next(name for name in vars(modeling) if name.endswith("VideoInferenceSession"))
+    kind = next(kind for name, kind in vars(modeling).items() if name.endswith("VideoInferenceSession"))
     frames = numbers(3, 3, 64, 64)
-    session = getattr(modeling, name)(video=frames, video_height=64, video_width=64, dtype=frames.dtype)
-    point = {"point_coords": torch.tensor([[[[20.0, 30.0]]]]), "point_labels": torch.ones(1, 1, 1, dtype=torch.int)}
-    session.add_point_inputs(session.obj_id_to_idx(1), 0, point)
-    session.obj_with_new_inputs = [1]
+    session = kind(video=frames, video_height=64, video_width=64, dtype=frames.dtype)
+    if hasattr(session, "prompts"):
+        session.prompts, session.prompt_input_ids = {0: "a"}, {0: torch.arange(3, 10)[None]}
+        session.prompt_attention_masks = {0: torch.ones(1, 7, dtype=torch.long)}
+    else:
+        labels = torch.ones(1, 1, 1, dtype=torch.int)
+        point = {"point_coords": torch.tensor([[[[20.0, 30.0]]]]), "point_labels": labels}
+        session.add_point_inputs(session.obj_id_to_idx(1), 0, point)
+        session.obj_with_new_inputs = [1]
     return {"inference_session": session, "frame_idx": 2}
+
+
+def pictures(token: int, *shape: int) -> Callable[[Any], dict[str, Any]]:
+    """Four words that stand for what an image becomes."""
+    return lambda config: {"input_ids": marked(config, token, 4), "pixel_values": numbers(2, *shape)}
 
 
 # what a class takes
@@ -365,7 +461,8 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "MimiDecoderModel": lambda c: {"latents": numbers(2, c.hidden_size, 8)},
     "PerceiverModel": lambda c: {"inputs": numbers(2, LENGTH, c.d_model)},
     "Pix2StructForConditionalGeneration": lambda c: {
-        "flattened_patches": torch.cat([places(4, 4) + 1, numbers(2, 16, 48)], -1), "decoder_input_ids": some_words(c, 7),
+        "flattened_patches": torch.cat([places(4, 4) + 1, numbers(2, 16, 48)], -1),
+        "decoder_input_ids": some_words(c, 7),
     },
     "PocketTTSAudioTokenizerDecoderModel": lambda c: {"latents": numbers(2, c.hidden_size, 8)},
     "T5Gemma2Encoder": lambda c: {
@@ -405,4 +502,32 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "VibeVoiceAsrModel": heard, "VibeVoiceAsrForConditionalGeneration": heard,
     "Sam2VideoModel": lambda c: video("sam2_video"),
     "Sam3TrackerVideoModel": lambda c: video("sam3_tracker_video"),
+    "TimmWrapperModel": lambda c: {"pixel_values": numbers(2, 3, 32, 32)},
+    "TimmBackbone": lambda c: {"pixel_values": numbers(2, 3, 32, 32)},
+    "FastVlmModel": pictures(5, 3, 64, 64), "FastVlmForConditionalGeneration": pictures(5, 3, 64, 64),
+    "Gemma3nModel": pictures(113, 3, 64, 64), "Gemma3nForConditionalGeneration": pictures(113, 3, 64, 64),
+    "PerceptionLMModel": pictures(5, 1, 3, 32, 32),
+    "PerceptionLMForConditionalGeneration": pictures(5, 1, 3, 32, 32),
+    "PeVideoEncoder": lambda c: {"pixel_values_videos": numbers(2, 4, 3, 32, 32)},
+    "PeVideoModel": lambda c: {"input_ids": some_words(c), "pixel_values_videos": numbers(2, 4, 3, 32, 32)},
+    "PeAudioVideoEncoder": lambda c: {
+        "pixel_values_videos": numbers(2, 4, 3, 32, 32), "input_values": numbers(2, 1, 64),
+    },
+    "PeAudioVideoModel": lambda c: {
+        "input_ids": some_words(c), "pixel_values_videos": numbers(2, 4, 3, 32, 32), "input_values": numbers(2, 1, 64),
+    },
+    "EdgeTamVisionModel": lambda c: {"pixel_values": numbers(2, 3, 64, 64)},
+    "EdgeTamModel": lambda c: {
+        "pixel_values": numbers(2, 3, 64, 64), "input_points": numbers(2, 1, 3, 2).abs() * 20,
+        "input_labels": torch.ones(2, 1, 3, dtype=torch.int),
+    },
+    "EdgeTamVideoModel": lambda c: video("edgetam_video"),
+    "OmDetTurboForObjectDetection": lambda c: {
+        "pixel_values": numbers(2, 3, 64, 64), "classes_input_ids": some_words(c, 6).reshape(3, 4),
+        "classes_attention_mask": torch.ones(3, 4), "tasks_input_ids": some_words(c, 7),
+        "tasks_attention_mask": torch.ones(2, 7), "classes_structure": torch.tensor([1, 2]),
+    },
+    "HiggsAudioV2TokenizerModel": lambda c: {"input_values": numbers(2, 1, 9600)},
+    "PPOCRV6MediumDetModel": lambda c: {"pixel_values": numbers(2, 3, 64, 64)},
+    "Sam3VideoModel": lambda c: video("sam3_video"),
 }  # fmt: skip

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed
 from pathlib import Path
 
 import transformers
@@ -19,23 +22,34 @@ TITLES = {
     "no attention": "Never call Weft: they have an attention of their own, or none. Their numbers are those of `eager`",
     "not built": "Not built small by the sweep, so not looked at",
 }  # fmt: skip
+OPTIONAL = ("detectron2", "natten", "scipy", "timm", "torchaudio", "torchvision")
 UNBUILT = {  # reasons in a few words, by what transformers says
-    "has lists and numbers by layer that only a checkpoint's configuration has": (
-        r"homogeneous|//: 'NoneType'|NoneType.*(len\(\)|subscriptable)|KeyError: \d|tie_weights_keys"
-    ),
-    "runs inside of another model, whose states it takes": r"shared_kv_states|'state'|action_embeds",
-    "takes images in pairs, or beside prompts and masks": r"5D tensor|prompt_pixel|merge_sizes|288, 288|448",
-    "takes sounds that its own feature extractor makes": (r"[Aa]udio|input_features|expected input\[2, 64, \d+\]|mono"),
+    "has no `forward`, but `generate` alone": "no forward of its own",
+    "fails in transformers itself, under any attention": "no attribute 'image_outputs'",
 }
 
 
-def write(results: Sequence[Found]) -> None:
-    """Both, for the installed version."""
-    found = {r.name: [r.status, r.why] for r in results}
-    RECORD.write_text(json.dumps({"transformers": transformers.__version__, "classes": found}, indent=0) + "\n")
+def write(results: Sequence[Found], whole: bool = True) -> None:
+    """Both, for the installed version. whole: all classes; else what is known of others stays."""
+    known = {} if whole or version() != transformers.__version__ else recorded()
+    found = sorted((known | {one.name: one for one in results}).items())
+    record = {
+        "transformers": transformers.__version__, "besides": libraries(),
+        "classes": {name: [one.status, one.why] for name, one in found},
+    }  # fmt: skip
+    RECORD.write_text(json.dumps(record, indent=0) + "\n")
     text = PAGE.read_text()
     begin, end = text.index(BEGIN), text.index(END)
     PAGE.write_text(f"{text[:begin]}{BEGIN}\n{table(recorded())}{text[end:]}")
+
+
+def libraries() -> dict[str, str]:
+    """Those that some classes need, and Weft does not, by what is installed."""
+    found = {}
+    for name in OPTIONAL:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = installed(name).partition("+")[0]
+    return found
 
 
 def recorded() -> dict[str, Found]:
@@ -47,6 +61,11 @@ def version() -> str:
     return str(json.loads(RECORD.read_text())["transformers"])
 
 
+def besides() -> dict[str, str]:
+    """The optional libraries, and their versions, that the record was made with."""
+    return dict(json.loads(RECORD.read_text())["besides"])
+
+
 def table(found: Mapping[str, Found]) -> str:
     """The part of the page that is generated."""
     counts = {status: sum(f.status == status for f in found.values()) for status in ("agrees", *TITLES)}
@@ -54,6 +73,9 @@ def table(found: Mapping[str, Found]) -> str:
         f"Of {len(found)} classes of transformers {version()}, {counts['agrees']} agree, {counts['refused']} are "
         f"refused, {counts['no attention']} never call Weft, and {counts['not built']} were not built.", "",
     ]  # fmt: skip
+    if besides():
+        them = ", ".join(f"{name} {number}" for name, number in besides().items())
+        lines += [f"These libraries were installed besides: {them}. Weft does not need them; some classes do.", ""]
     for status, title in TITLES.items():
         lines += [f"**{title}:**", ""]
         reasons: dict[str, list[str]] = {}
@@ -94,9 +116,9 @@ def reason(found: Found) -> str:
 
 
 def differing(found: Iterable[Found], known: Mapping[str, Found]) -> list[str]:
-    """What is not as it is written down."""
+    """What is not as it is written down. A class whose library is not installed is not looked at."""
     return [
         f"{one.name}: {one.status} ({one.why}), and {known[one.name].status if one.name in known else 'nothing'} before"
         for one in found
-        if one.name not in known or known[one.name].status != one.status
+        if (one.name not in known or known[one.name].status != one.status) and not reason(one).startswith("needs ")
     ]

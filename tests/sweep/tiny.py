@@ -136,8 +136,14 @@ def completed(config: Any) -> None:
 def tiny(made: Callable[..., Any], name: str = "") -> Iterator[Any]:
     """Configurations to try, the smallest first; of a class of that name, if one is known for it."""
     if name in CONFIGURATIONS:
-        with contextlib.suppress(Exception):  # of a version that names its fields otherwise
-            yield made(**copy.deepcopy(CONFIGURATIONS[name]))
+        try:
+            config = made(**copy.deepcopy(CONFIGURATIONS[name]))
+        except ImportError:  # of a library that is not installed
+            raise
+        except Exception:  # of a version that names its fields otherwise
+            pass
+        else:
+            yield config
             return
     for recipe in RECIPES.values():
         try:
