@@ -17,63 +17,6 @@ def _answer(config: Any) -> dict[str, Any]:
     return {"decoder_input_ids": some_words(config, 7)}
 
 
-def own_inputs(
-    name: str, config: Any, words: dict[str, Any], answer: dict[str, Any]
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """What classes take whose inputs names and shapes alone do not tell."""
-    image, patches = numbers(2, 3, 32, 32), numbers(2, 16, 3 * 8 * 8)
-    squares = {
-        "pixel_values": patches, "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
-        "spatial_shapes": torch.tensor([[4, 4], [4, 4]]),
-    }  # fmt: skip
-    match name:
-        case "Siglip2Model":
-            yield words | squares
-        case "Siglip2VisionModel":
-            yield squares
-        case "VideoMAEForPreTraining":
-            frames = config.num_frames
-            hidden = torch.arange(frames // config.tubelet_size * 16).expand(2, -1) % 2 == 0
-            yield {"pixel_values": numbers(2, frames, 3, 32, 32), "bool_masked_pos": hidden}
-        case "TimesFmModel":
-            rows = 2 * config.patch_length
-            yield {
-                "past_values": numbers(2, rows), "past_values_padding": torch.zeros(2, rows),
-                "freq": torch.zeros(2, 1, dtype=torch.long),
-            }  # fmt: skip
-        case "SpeechT5Model":
-            width = config.hidden_size
-            yield {"input_values": numbers(2, LENGTH, width), "decoder_input_values": numbers(2, 7, width, seed=2)}
-        case "SplinterForPreTraining":
-            yield words | {"question_positions": torch.tensor([[2], [3]])}
-        case "Kosmos2Model" | "Kosmos2ForConditionalGeneration":
-            seen = (torch.arange(LENGTH) < 4).long().expand(2, -1)
-            yield words | {"pixel_values": image, "image_embeds_position_mask": seen}
-        case "IdeficsModel" | "IdeficsForVisionText2Text":
-            seen = torch.ones(2, LENGTH, 1, dtype=torch.long)
-            yield words | {"pixel_values": image[:, None], "image_attention_mask": seen}
-        case "DoryModel" | "DoryForCausalLM":
-            yield words | {"use_cache": False}
-        case "XmodModel" | "XmodForCausalLM" | "XmodForMaskedLM":
-            yield words | {"lang_ids": torch.zeros(2, LENGTH, dtype=torch.long)}
-            yield words | {"lang_ids": torch.zeros(2, dtype=torch.long)}
-        case "Qwen3ASREncoder":
-            mask = torch.ones(2, 200, dtype=torch.long)
-            yield {"input_features": numbers(2, config.num_mel_bins, 200), "input_features_mask": mask}
-        case "MuseGlimmerVisionModel" | "MuseSparkVisionModel":
-            yield {"pixel_values": numbers(48, 384), "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 8]])}
-        case "InstructBlipVideoForConditionalGeneration":
-            ids = torch.cat([torch.full((2, 32), 5), words["input_ids"]], 1)
-            yield answer | {
-                "pixel_values": numbers(2, 4, 3, 32, 32), "qformer_input_ids": words["input_ids"], "input_ids": ids,
-            }  # fmt: skip
-            yield {
-                "pixel_values": numbers(2, 4, 3, 32, 32), "qformer_input_ids": words["input_ids"], "input_ids": ids,
-            }  # fmt: skip
-        case _:
-            return
-
-
 def _found(config: Any, *names: str, otherwise: int) -> int:
     for part in (config, *[v for v in vars(config).values() if hasattr(v, "model_type")]):
         for name in names:
@@ -95,7 +38,6 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
     words = {"input_ids": some_words(config)} if "input_ids" in takes else {}
     answer = _answer(config) if "decoder_input_ids" in takes else {}
     images, sounds = list(_images(config, takes)), list(_sounds(config, takes))
-    yield from own_inputs(type(model).__name__, config, words, answer)
     if words:
         yield words | answer
         yield words

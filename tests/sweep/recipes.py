@@ -10,6 +10,7 @@ import torch
 
 from .given import LENGTH, marked, numbers, padding, some_words
 
+PLACES = torch.tensor([[1, 4, 4], [1, 4, 8]])  # frames, rows and columns of patches, of two images
 SOME = {"num_hidden_layers": 3, "num_attention_heads": 4}
 SMALL = {"hidden_size": 64, "intermediate_size": 64, **SOME}
 DINO = {"model_type": "dinov2", "hidden_size": 32, "image_size": 16, "patch_size": 4, "use_mask_token": False, **SOME}
@@ -403,6 +404,38 @@ def video(module: str) -> dict[str, Any]:
     return {"inference_session": session, "frame_idx": 2}
 
 
+def squares(config: Any) -> dict[str, Any]:
+    """Images as rows of patches."""
+    return {
+        "pixel_values": numbers(2, 16, 3 * 8 * 8), "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[4, 4], [4, 4]]),
+    }  # fmt: skip
+
+
+def placed(config: Any) -> dict[str, Any]:
+    seen = (torch.arange(LENGTH) < 4).long().expand(2, -1)
+    return {"input_ids": some_words(config), "pixel_values": numbers(2, 3, 32, 32), "image_embeds_position_mask": seen}
+
+
+def beside(config: Any) -> dict[str, Any]:
+    seen = torch.ones(2, LENGTH, 1, dtype=torch.long)
+    return {
+        "input_ids": some_words(config), "pixel_values": numbers(2, 1, 3, 32, 32), "image_attention_mask": seen,
+    }  # fmt: skip
+
+
+def languages(config: Any) -> dict[str, Any]:
+    return {"input_ids": some_words(config), "lang_ids": torch.zeros(2, dtype=torch.long)}
+
+
+def asked(config: Any) -> dict[str, Any]:
+    """Frames, words that ask, and words that an answer starts with."""
+    return {
+        "pixel_values": numbers(2, 4, 3, 32, 32), "qformer_input_ids": some_words(config),
+        "input_ids": marked(config, config.video_token_id, 32), "decoder_input_ids": some_words(config, 7),
+    }  # fmt: skip
+
+
 def pictures(token: int, *shape: int) -> Callable[[Any], dict[str, Any]]:
     """Four words that stand for what an image becomes."""
     return lambda config: {"input_ids": marked(config, token, 4), "pixel_values": numbers(2, *shape)}
@@ -430,10 +463,7 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "pixel_values": numbers(2, 3, 32, 32), "qformer_input_ids": some_words(c),
         "input_ids": marked(c, c.image_token_id, 8), "decoder_input_ids": some_words(c, 7),
     },
-    "InstructBlipVideoModel": lambda c: {
-        "pixel_values": numbers(2, 4, 3, 32, 32), "qformer_input_ids": some_words(c),
-        "input_ids": marked(c, c.video_token_id, 32), "decoder_input_ids": some_words(c, 7),
-    },
+    "InstructBlipVideoModel": asked, "InstructBlipVideoForConditionalGeneration": asked,
     # transformers looks for image_outputs in what its text model returns by name
     "Llama4ForConditionalGeneration": lambda c: {
         "input_ids": marked(c, c.image_token_index, 4), "pixel_values": numbers(2, 3, 32, 32), "return_dict": False,
@@ -479,7 +509,7 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "prompt_masks": numbers(2, 3, 32, 32, seed=3),
     },
     "VideoLlama3VisionModel": lambda c: {
-        "pixel_values": numbers(48, 3 * c.patch_size**2), "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 8]]),
+        "pixel_values": numbers(48, 3 * c.patch_size**2), "grid_thw": PLACES,
         "merge_sizes": torch.tensor([2, 2]),
     },
     "MuseGlimmerAssistantModel": lambda c: {
@@ -530,4 +560,29 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "HiggsAudioV2TokenizerModel": lambda c: {"input_values": numbers(2, 1, 9600)},
     "PPOCRV6MediumDetModel": lambda c: {"pixel_values": numbers(2, 3, 64, 64)},
     "Sam3VideoModel": lambda c: video("sam3_video"),
+    "Siglip2Model": lambda c: squares(c) | {"input_ids": some_words(c)}, "Siglip2VisionModel": squares,
+    "VideoMAEForPreTraining": lambda c: {
+        "pixel_values": numbers(2, c.num_frames, 3, 32, 32),
+        "bool_masked_pos": torch.arange(c.num_frames // c.tubelet_size * 16).expand(2, -1) % 2 == 0,
+    },
+    "TimesFmModel": lambda c: {
+        "past_values": numbers(2, 2 * c.patch_length), "past_values_padding": torch.zeros(2, 2 * c.patch_length),
+        "freq": torch.zeros(2, 1, dtype=torch.long),
+    },
+    "SpeechT5Model": lambda c: {
+        "input_values": numbers(2, LENGTH, c.hidden_size), "decoder_input_values": numbers(2, 7, c.hidden_size, seed=2),
+    },
+    "SplinterForPreTraining": lambda c: {
+        "input_ids": some_words(c), "question_positions": torch.tensor([[2], [3]]),
+    },
+    "Kosmos2Model": placed, "Kosmos2ForConditionalGeneration": placed,
+    "IdeficsModel": beside, "IdeficsForVisionText2Text": beside,
+    "DoryModel": lambda c: {"input_ids": some_words(c), "use_cache": False},
+    "DoryForCausalLM": lambda c: {"input_ids": some_words(c), "use_cache": False},
+    "XmodModel": languages, "XmodForCausalLM": languages, "XmodForMaskedLM": languages,
+    "Qwen3ASREncoder": lambda c: {
+        "input_features": numbers(2, c.num_mel_bins, 200), "input_features_mask": torch.ones(2, 200, dtype=torch.long),
+    },
+    "MuseGlimmerVisionModel": lambda c: {"pixel_values": numbers(48, 384), "grid_thw": PLACES},
+    "MuseSparkVisionModel": lambda c: {"pixel_values": numbers(48, 384), "grid_thw": PLACES},
 }  # fmt: skip
