@@ -190,15 +190,17 @@ def twin(model: Any) -> Any:
 
 def variations(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
     yield inputs, None
-    takes = inspect.signature(model.forward).parameters
-    if "input_ids" in inputs and "attention_mask" in takes:
+    if "input_ids" not in inputs:
+        return
+    length = inputs["input_ids"].shape[1]
+    if "attention_mask" in inspect.signature(model.forward).parameters:
         for side in ("left", "right"):
-            yield inputs | {"attention_mask": padding(side)}, padding(side).bool()
+            yield inputs | {"attention_mask": padding(side, length)}, padding(side, length).bool()
 
-    if "input_ids" in inputs and model.can_generate():
+    if model.can_generate():
         for cache in ("dynamic", "static"):
             given = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
-            yield given | {"attention_mask": padding("left"), "cache_implementation": cache}, None
+            yield given | {"attention_mask": padding("left", length), "cache_implementation": cache}, None
 
 
 def outputs(model: Any, inputs: dict[str, Any]) -> list[Tensor]:

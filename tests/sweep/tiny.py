@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .recipes import CONFIGURATIONS
+from .configurations import CONFIGURATIONS
 
 # what a field whose name matches is set to; the first that does
 FIXED: list[tuple[str, Any]] = [
