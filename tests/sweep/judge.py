@@ -190,10 +190,14 @@ def twin(model: Any) -> Any:
 
 def variations(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
     yield inputs, None
+    takes = inspect.signature(model.forward).parameters
+    for mask in hidden_ends(inputs):
+        if mask.keys() <= takes.keys():
+            yield inputs | mask, None
     if "input_ids" not in inputs:
         return
     length = inputs["input_ids"].shape[1]
-    if "attention_mask" in inspect.signature(model.forward).parameters:
+    if "attention_mask" in takes:
         for side in ("left", "right"):
             yield inputs | {"attention_mask": padding(side, length)}, padding(side, length).bool()
 
@@ -201,6 +205,23 @@ def variations(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[dict[str, A
         for cache in ("dynamic", "static"):
             given = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
             yield given | {"attention_mask": padding("left", length), "cache_implementation": cache}, None
+
+
+def hidden_ends(inputs: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
+    """Masks that hide the end of the second sound or image, or of its features; which of them fits a model tells."""
+    for name in ("input_values", "input_features", "inputs_embeds"):
+        given = inputs.get(name)
+        if isinstance(given, Tensor):
+            for length in dict.fromkeys((given.shape[1], given.shape[-1])):
+                seen = torch.ones(len(given), length, dtype=torch.long)
+                seen[1:, length - length // 3 :] = 0
+                for mask in ("attention_mask", "input_features_mask", "padding_mask"):
+                    yield {mask: seen}
+    given = inputs.get("pixel_values")
+    if isinstance(given, Tensor) and given.dim() == 4:
+        seen = torch.ones(len(given), *given.shape[2:], dtype=torch.long)
+        seen[1:, :, given.shape[3] // 2 :] = 0
+        yield {"pixel_mask": seen}
 
 
 def outputs(model: Any, inputs: dict[str, Any]) -> list[Tensor]:

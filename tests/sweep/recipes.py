@@ -119,6 +119,11 @@ def asked(config: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def wide(config: Any) -> dict[str, Any]:
+    """An image of which a backbone leaves more than one place."""
+    return {"pixel_values": numbers(2, 3, 128, 128)}
+
+
 def pictures(token: int, *shape: int) -> Callable[[Any], dict[str, Any]]:
     """Four words that stand for what an image becomes."""
     return lambda config: {"input_ids": marked(config, token, 4), "pixel_values": numbers(2, *shape)}
@@ -268,4 +273,6 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     },
     "MuseGlimmerVisionModel": lambda c: {"pixel_values": numbers(48, 384), "grid_thw": PLACES},
     "MuseSparkVisionModel": lambda c: {"pixel_values": numbers(48, 384), "grid_thw": PLACES},
+    "DetrModel": wide, "ConditionalDetrModel": wide, "DabDetrModel": wide, "DeformableDetrModel": wide,
+    "TableTransformerModel": wide,
 }  # fmt: skip

@@ -24,7 +24,7 @@ TITLES = {
 }  # fmt: skip
 OPTIONAL = ("detectron2", "natten", "scipy", "timm", "torchaudio", "torchvision")
 UNBUILT = {  # reasons in a few words, by what transformers says
-    "has no `forward`, but `generate` alone": "no forward of its own",
+    "has no `forward` of its own": "no forward of its own",
     "fails in transformers itself, under any attention": "no attribute 'image_outputs'",
 }
 
