@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+# parts that several classes share, or that are too long for a line
 SOME = {"num_hidden_layers": 3, "num_attention_heads": 4}
 SMALL = {"hidden_size": 64, "intermediate_size": 64, **SOME}
 DINO = {"model_type": "dinov2", "hidden_size": 32, "image_size": 16, "patch_size": 4, "use_mask_token": False, **SOME}
+# images cut along points: what points are made of, what masks are, and the three kinds of Sam
 POINTS = {"hidden_size": 32, "image_size": 32, "patch_size": 8, "mask_input_channels": 4}
 MASKS = {"hidden_size": 32, "mlp_dim": 32, "num_attention_heads": 4, "iou_head_hidden_dim": 32}
 SAM = {
@@ -28,6 +30,7 @@ SAM2: dict[str, Any] = {
     },
     "prompt_encoder_config": POINTS | {"image_size": 64, "patch_size": 16}, "mask_decoder_config": MASKS,
 }  # fmt: skip
+# Step 3.7, blocks of PP-OCR, Clvp, VibeVoice's codec, Zamba
 STEP = {
     "vision_config": {"hidden_size": 32, "image_size": 32, "patch_size": 8, **SOME}, "image_token_id": 5,
     "text_config": SMALL | {
@@ -46,6 +49,7 @@ ZAMBA = SMALL | {
     "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"],
 }  # fmt: skip
 ZAMBA2 = {"mamba_d_state": 16, "chunk_size": 8, "use_mem_rope": True, "adapter_rank": 8}
+# words whose heads share keys, and those of them that see a window
 KEYS = SMALL | {"vocab_size": 128, "num_key_value_heads": 2, "head_dim": 16}
 SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 ASSISTANT = {
@@ -54,6 +58,7 @@ ASSISTANT = {
                                      "vocab_size_per_layer_input": 0, "global_head_dim": 16},
 }  # fmt: skip
 SIGLIP = SMALL | {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8, "vision_use_head": False}
+# PI0, and codecs of NeuCodec and Xcodec2
 ROBOT = {
     "chunk_size": 4, "max_state_dim": 8, "max_action_dim": 8,
     "vlm_config": {"model_type": "paligemma", "projection_dim": 64, "image_token_id": 5, "vision_config": SIGLIP,
@@ -63,6 +68,7 @@ ROBOT = {
 BERT = {"model_type": "wav2vec2-bert", "feature_projection_input_dim": 16, **SMALL}
 CODEC = SMALL | {"num_key_value_heads": 4, "head_dim": 16, "encoder_hidden_size": 8, "quantization_dim": 128,
                  "semantic_model_config": BERT}  # fmt: skip
+# Dots 3 Note: latent keys, some of which are chosen
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "head_dim": 24, "qk_nope_head_dim": 16, "v_head_dim": 16}
 NOTE = SMALL | LATENT | {f"swa_{name}": value for name, value in LATENT.items()} | {
     "vocab_size": 128, "num_key_value_heads": 4, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
@@ -79,6 +85,7 @@ NOTES = {
     "audio_config": SMALL | {"feature_size": 16, "downsample_hidden_size": 8, "adapter_input_size": 64,
                              "adapter_out_dim": 64},
 }  # fmt: skip
+# Qwen 4: rows of a state, and keys chosen by blocks
 QWEN4 = KEYS | {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2,
@@ -91,6 +98,7 @@ QWEN4S = {
     "vision_config": {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "patch_size": 8,
                       "out_hidden_size": 64, "num_position_embeddings": 16},
 }  # fmt: skip
+# Granite 4 Vision, and what is spoken and heard by VibeVoice
 GRANITE = {
     "text_config": SMALL | {"vocab_size": 128, "num_key_value_heads": 2},
     "vision_config": SMALL | {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8},
@@ -111,6 +119,7 @@ SAM3: dict[str, Any] = {
     },
     "prompt_encoder_config": POINTS | {"image_size": 64}, "mask_decoder_config": MASKS,
 }  # fmt: skip
+# what follows points over frames; memories have 64 columns in transformers, and have to be narrower than the rest
 WIDER: dict[str, Any] = {
     "prompt_encoder_config": POINTS | {"hidden_size": 128, "image_size": 64},
     "mask_decoder_config": MASKS | {"hidden_size": 128, "iou_head_hidden_dim": 128},
@@ -125,6 +134,7 @@ TRACKED2 = SAM2 | WIDER | {
 TRACKED3 = SAM3 | WIDER | {
     "vision_config": SAM3["vision_config"] | {"fpn_hidden_size": 128}, "memory_attention_rope_feat_sizes": [8, 8],
 }  # fmt: skip
+# Sam 3, which finds what words name
 PART = {"hidden_size": 128, "num_attention_heads": 4}
 LAYERS = PART | {"num_layers": 2, "intermediate_size": 32}
 FOUND = {
@@ -136,6 +146,7 @@ FOUND = {
                                 "projection_dim": 32, "eos_token_id": 2, "bos_token_id": 1},
     },
 }  # fmt: skip
+# with a part of timm: FastVLM, Gemma 3n, PerceptionLM, Pe, EdgeTam
 VIT = {"architecture": "vit_tiny_patch16_224",
        "model_args": {"img_size": 32, "embed_dim": 64, "depth": 2, "num_heads": 4}}  # fmt: skip
 FAST = {
@@ -170,6 +181,7 @@ EDGE = {
     "backbone_channel_list": [384, 192, 96, 48], "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
     "fpn_hidden_size": 32,
 }  # fmt: skip
+# PP-OCR's kernels along rows, columns and both
 CONVOLUTIONS = {"reduce_channel": [1, 1, 0], "return_channel": [1, 1, 0]}
 for ratio, size in (("longratio", 7), ("midratio", 5), ("shortratio", 3)):
     CONVOLUTIONS |= {

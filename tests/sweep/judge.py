@@ -28,7 +28,7 @@ from .tiny import parts, tiny
 
 MOST = 110_000_000  # parameters of a model that is looked at
 # outputs that are compared, of models that then choose the best by numbers which rounding may put in another order
-COMPARED = {"GroundingDinoModel": ("encoder_last", "enc_outputs")}
+COMPARED = {name: ("encoder_last", "enc_outputs") for name in ("GroundingDinoModel", "MMGroundingDinoModel")}
 ROOM = 3 * 2**30  # bytes that one class may take
 TOLERANCE = 2e-4  # of the largest number of an output; float32 through a few layers
 
@@ -191,9 +191,9 @@ def twin(model: Any) -> Any:
 def variations(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
     yield inputs, None
     takes = inspect.signature(model.forward).parameters
-    for mask in hidden_ends(inputs):
-        if mask.keys() <= takes.keys():
-            yield inputs | mask, None
+    for name, mask in hidden_ends(inputs):
+        if name in takes and inputs.get(name, mask).shape == mask.shape:
+            yield inputs | {name: mask}, None
     if "input_ids" not in inputs:
         return
     length = inputs["input_ids"].shape[1]
@@ -207,7 +207,7 @@ def variations(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[dict[str, A
             yield given | {"attention_mask": padding("left", length), "cache_implementation": cache}, None
 
 
-def hidden_ends(inputs: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
+def hidden_ends(inputs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Masks that hide the end of the second sound or image, or of its features; which of them fits a model tells."""
     for name in ("input_values", "input_features", "inputs_embeds"):
         given = inputs.get(name)
@@ -216,12 +216,12 @@ def hidden_ends(inputs: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
                 seen = torch.ones(len(given), length, dtype=torch.long)
                 seen[1:, length - length // 3 :] = 0
                 for mask in ("attention_mask", "input_features_mask", "padding_mask"):
-                    yield {mask: seen}
+                    yield mask, seen
     given = inputs.get("pixel_values")
     if isinstance(given, Tensor) and given.dim() == 4:
         seen = torch.ones(len(given), *given.shape[2:], dtype=torch.long)
         seen[1:, :, given.shape[3] // 2 :] = 0
-        yield {"pixel_mask": seen}
+        yield "pixel_mask", seen
 
 
 def outputs(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
