@@ -16,6 +16,7 @@ _installed.warn_of_the_other()  # before modules that it may have overwritten ar
 from . import fp8, integrations, kv, masks, nn, scores, serving, variants
 from .attention import Attention, parse_attention
 from .buckets import bucket
+from .calls.merging import merge
 from .compiler.planning.plan import Plan
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
@@ -26,8 +27,7 @@ from .ir.errors import InternalError, UnavailableError, WeftError
 from .ir.expr import scalar, symbol, tensor
 from .ir.normalizer import Normalizer
 from .ir.parse import parse
-from .merging import merge
-from .request import shape
+from .plans.request import shape
 from .runtime.settings import settings
 from .tools import notebook as _notebook  # noqa: F401
 

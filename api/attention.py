@@ -12,19 +12,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import conversion, describe, dtensors, in_graphs, in_region, latent, reference
+from . import latent, reference
+from .calls import conversion, dtensors, in_graphs, in_region
+from .calls.internals import Internals, Main, Result, autocast
+from .calls.nested import are_jagged, lengths_given_twice, packed
+from .calls.signatures import Methods
 from .codegen.torch_private import SDPA, may_autocast
 from .compiler.planning.picture import Picture
 from .compiler.planning.plan import Plan
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
-from .internals import Internals, Main, Result, autocast
 from .ir import parse
 from .ir.attention import SEED
 from .ir.attention import Attention as Declaration
 from .ir.errors import Problem, WeftError
 from .ir.philox import drawn_seed
-from .nested import are_jagged, lengths_given_twice, packed
+from .plans import describe
 from .runtime import options as call_options
 from .runtime.call import (
     Call,
@@ -51,7 +54,6 @@ from .runtime.ops import dispatch
 from .runtime.options import DEFINED, PLAIN, CallOptions, Form, doc_of, signature_of
 from .runtime.run.variant import Variant
 from .runtime.settings import default_target
-from .signatures import Methods
 from .tools import drawing
 
 
@@ -375,6 +377,6 @@ def _as_method(function: Any, name: str, defined: bool) -> Any:
     return function
 
 
-if not TYPE_CHECKING:  # there, api/signatures.py has what is typed of them
+if not TYPE_CHECKING:  # there, api/calls/signatures.py has what is typed of them
     Attention.__call__ = _as_method(Attention._call, "__call__", defined=False)
     Attention.reference = _as_method(Attention._reference, "reference", defined=True)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .calls.internals import Internals, Main, Result, autocast, dequantized
 from .compiler.planning.latent_forms import cheaper_form
 from .compiler.planning.records import Shape
-from .internals import Internals, Main, Result, autocast, dequantized
 from .ir.attention import Attention as Declaration
 from .ir.errors import Problem, WeftError
 from .runtime import descales

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .internals import Internals, Main, dequantized
+from .calls.internals import Internals, Main, dequantized
+from .calls.nested import are_jagged, lengths_given_twice, packed
 from .ir.attention import Attention as Declaration
 from .ir.reference import expand_latent, ragged_reference, reference
-from .nested import are_jagged, lengths_given_twice, packed
 from .runtime import descales
 from .runtime.call import Lengths, Packed, PackedPaged, Pages, sequences_of
 from .runtime.check.operands import as_number, check_no_latent, check_operands, check_q_offset

@@ -1,8 +1,8 @@
 """The list of the options of a call: name, type, default, argument of the op, rule and meaning, each in its own line.
 
-What follows from it: the signatures of `Attention.__call__` and `reference` (api/signatures.py), which options the
-other methods take, the schema of the op, and what transforms of torch map over. So do the check of a value by itself,
-docstrings, and the table in docs/language.md.
+What follows from it: the signatures of `Attention.__call__` and `reference` (api/calls/signatures.py), which options
+the other methods take, the schema of the op, and what transforms of torch map over. So do the check of a value by
+itself, docstrings, and the table in docs/language.md.
 
 An option that kernels read by its name is a tensor with a place in the schema. A kernel says that it reads it
 (`Kernel.options`), and a call that gives it to others is refused.

@@ -1,6 +1,6 @@
 """python -m tests.options: write what follows from the list of the options of a call (runtime/options.py).
 
-That is api/signatures.py, which type checkers read, and the table in docs/language.md. A test compares both.
+That is api/calls/signatures.py, which type checkers read, and the table in docs/language.md. A test compares both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from weft.runtime import options
 
 ROOT = Path(__file__).parents[1]
-SIGNATURES, PAGE = ROOT / "api" / "signatures.py", ROOT / "docs" / "language.md"
+SIGNATURES, PAGE = ROOT / "api" / "calls" / "signatures.py", ROOT / "docs" / "language.md"
 HEAD = "| option | meaning |\n| --- | --- |\n"
 RESULTS = {"Literal[False] = False": "Tensor", "Literal[True]": "tuple[Tensor, Tensor]", "bool": "Result"}
 TEXT = '''"""What type checkers know of calls. `python -m tests.options` writes it from runtime/options.py."""
@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, overload
 import torch
 from torch import Tensor
 
-from .compiler.planning.schedule import Schedule
-from .runtime.options import Form
+from ..compiler.planning.schedule import Schedule
+from ..runtime.options import Form
 
 Result = Tensor | tuple[Tensor, Tensor]
 Own = Tensor | SupportsFloat  # an operand of the variant's own: a tensor, or a number of Python or numpy
@@ -53,7 +53,7 @@ def types() -> dict[str, tuple[str, str]]:
 
 
 def signatures() -> str:
-    """The text of api/signatures.py."""
+    """The text of api/calls/signatures.py."""
     parts = [TEXT]
     for method, defined in (("__call__", False), ("reference", True)):
         for flag, result in RESULTS.items():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..attention import Attention
-from ..dtensors import is_sharded
+from ..calls.dtensors import is_sharded
 from ..ir.attention import Latent
 from ..ir.errors import Problem, UnavailableError, WeftError, collected
 from ..kv import DenseCache, PagedCache

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..merging import far_lse_and_shares
+from ..calls.merging import far_lse_and_shares
 from .collectives import all_gather, under_way
 
 _ALIGNED = 16  # bytes

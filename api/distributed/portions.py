@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..calls.merging import far_lse_and_shares, lse_and_shares
 from ..ir.attention import Attention
 from ..ir.expr import TensorOperand
 from ..ir.philox import TOGETHER
-from ..merging import far_lse_and_shares, lse_and_shares
 from ..runtime.call import MAIN, BackwardCall, Call, Choices, Dense, Packed, Sequences
 from ..runtime.ops.library import as_read
 from ..runtime.run.variant import Variant, variant_of

@@ -24,7 +24,7 @@ from ..ir.expr import TensorOperand
 from ..ir.philox import TOGETHER
 from ..ir.reference import evaluate
 from ..ir.walk import loads, names, symbols
-from ..request import environment
+from ..plans.request import environment
 from .documents import ids_of, inside, starts_of
 from .rows import Run, Runs, common, joined
 

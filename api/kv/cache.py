@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..dtensors import is_sharded
+from ..calls.dtensors import is_sharded
 from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected, counted
 from ..runtime.descales import FP8, OF_CACHE

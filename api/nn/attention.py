@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention as Variant
-from ..dtensors import is_sharded, replicated
+from ..calls.dtensors import is_sharded, replicated
 from ..ir.errors import WeftError, collected, counted
 from ..ir.expr import Load, Symbol, symbol
 from ..ir.walk import children, symbols

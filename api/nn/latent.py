@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention as Variant
-from ..dtensors import is_sharded
+from ..calls.dtensors import is_sharded
 from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected
 from ..ir.expr import symbol

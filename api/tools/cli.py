@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import click
 
-from .. import __version__, describe
+from .. import __version__
 from ..codegen.targets import target_named, targets
 from ..compiler.planning.dtypes import EIGHTHS, ON_GPUS
 from ..compiler.planning.kernel import Algorithm
@@ -28,6 +28,7 @@ from ..compiler.planning.picture import SUFFIXES
 from ..compiler.planning.signature import class_of, in_words
 from ..compiler.planning.tuner import Outcome, Spread
 from ..ir.errors import WeftError, counted
+from ..plans import describe
 from ..runtime import driver
 from ..runtime.check.tensors import MAX_HEAD_DIM
 from ..runtime.settings import size_of

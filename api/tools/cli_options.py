@@ -19,7 +19,7 @@ from typing import Any
 import click
 import torch
 
-from .. import Attention, parse, request, scalar, score, shape, tensor
+from .. import Attention, parse, scalar, score, shape, tensor
 from ..codegen.targets import targets
 from ..compiler.analysis.values.ranges import Ranges
 from ..compiler.planning.dtypes import ON_GPUS
@@ -28,6 +28,7 @@ from ..ir.attention import SEED
 from ..ir.errors import Problem, WeftError, listed
 from ..ir.expr import Const, Expr, Number, Scalar, TensorOperand
 from ..ir.normalizer import SOFTMAX, normalizers
+from ..plans import request
 from ..runtime.check.tensors import DTYPES
 from .drawn import drawn_operands
 

@@ -20,7 +20,7 @@ from ..ir.errors import Problem, WeftError, collected, counted, shown
 from ..ir.numbers import is_int
 from ..ir.reference import dense_mask, positions
 from ..ir.walk import scalars, symbols, tensors
-from ..request import check_read, environment, ranges_of, to_give
+from ..plans.request import check_read, environment, ranges_of, to_give
 from ..runtime.check.operands import check_q_offset, described
 
 MOST_TILES = 1 << 26  # of a picture: half a gigabyte while it is drawn

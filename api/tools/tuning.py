@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import describe
 from ..attention import Attention
 from ..compiler.analysis.tiles.facts import Facts, facts_of
 from ..compiler.planning.dtypes import dtype_named
@@ -25,7 +24,8 @@ from ..compiler.planning.signature import Direction, class_of
 from ..compiler.planning.tuner import Clock, Tuned, search
 from ..ir.attention import SEED
 from ..ir.errors import Problem, WeftError, collected
-from ..request import Request, ranges_of, request_of
+from ..plans import describe
+from ..plans.request import Request, ranges_of, request_of
 from ..runtime import driver
 from ..runtime.run.variant import forget
 from ..runtime.store import tuned

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import weft
-from weft import conversion, kv_pos, q_pos
+from weft import kv_pos, q_pos
+from weft.calls import conversion
 from weft.compiler.planning.conversion import pays
 from weft.runtime.ops.quantize import dequantize, dequantize_latent, dequantize_pages
 

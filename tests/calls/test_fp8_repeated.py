@@ -12,7 +12,7 @@ from torch import Tensor
 import weft
 
 pytest.importorskip("triton")
-from weft import conversion
+from weft.calls import conversion
 from weft.codegen import torch_private
 
 from ..recorded import Recorded

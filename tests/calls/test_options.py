@@ -17,7 +17,7 @@ import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
 from weft.compiler.planning.signature import Signature
 from weft.ir.expr import CALL_OPTIONS
-from weft.request import request_of
+from weft.plans.request import request_of
 from weft.runtime import driver
 from weft.runtime.call import SCHEMA, SLOTS
 from weft.runtime.options import OPTIONS, taken

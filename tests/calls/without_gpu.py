@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from weft import conversion
+from weft.calls import conversion
 from weft.codegen import torch_private
 from weft.codegen.launch import launching
 from weft.codegen.launch.device import Device

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import weft
+from weft.calls import conversion
 from weft.runtime.descales import OF
 
 from ..attention import test_fp8_on_hopper as products
@@ -40,7 +41,7 @@ on_hopper = pytest.mark.skipif(
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_many_queries_take_copies(layout, name, monkeypatch) -> None:
     """All operands in FP8, and keys and values alone; values in rows and in columns, descales of every kind."""
-    monkeypatch.setattr(weft.conversion, "pays", lambda *asked: True)  # of calls that a test can afford
+    monkeypatch.setattr(conversion, "pays", lambda *asked: True)  # of calls that a test can afford
     variant, given = cases(name, rows=400, document=23)[name]
     given = {n: t.cuda() if isinstance(t, torch.Tensor) else t for n, t in given.items()}
     for n, per in enumerate(("tensor", "head", 64, "token")):
@@ -58,7 +59,7 @@ def test_many_queries_take_copies(layout, name, monkeypatch) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("page, per", [(16, "token"), (64, "tensor"), (1, "tensor"), (256, "token")])
 def test_many_queries_take_copies_of_pages(page, per, packed, monkeypatch) -> None:
-    monkeypatch.setattr(weft.conversion, "pays", lambda *asked: True)
+    monkeypatch.setattr(conversion, "pays", lambda *asked: True)
     tensors, options = paged_call(page, per, packed)
     tensors, options = [t.cuda() for t in tensors], {n: t.cuda() for n, t in options.items()}
     assert "made bf16 first" in CAUSAL.explain(*tensors, **options)

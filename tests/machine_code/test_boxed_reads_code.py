@@ -98,7 +98,7 @@ def test_operands_of_32_bits(direction: Direction, width: int, monkeypatch: pyte
         return made(variant, replace(sizes, dtype="fp32"), floats)
 
     monkeypatch.setattr(ahead, "_operands", wide)
-    monkeypatch.setattr("weft.request.boxed_of", lambda *given: 4)
+    monkeypatch.setattr("weft.plans.request.boxed_of", lambda *given: 4)
     wanted = WANTED if direction == "backward" else None
     found = compiled(VARIANTS["full"], direction, width, target="hopper", wanted=wanted, deterministic=False)
     own = found.kernels[f"flash_{direction}"]

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 import weft
 from weft.compiler.planning.machines.hardware import usable_cores
-from weft.request import ranges_of
+from weft.plans.request import ranges_of
 from weft.runtime import driver
 from weft.runtime.store import modules, prune
 from weft.tools import cli

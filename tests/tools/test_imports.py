@@ -6,6 +6,9 @@ import ast
 import re
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+
+import weft
 
 ROOT = Path(__file__).parents[2]
 # from the bottom up; a room imports itself and what comes before it
@@ -66,6 +69,16 @@ def test_imports_go_up_the_rooms_only() -> None:
         if room_of(module) > room_of(name)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_top_of_the_package_has_the_face_of_a_call_and_public_modules() -> None:
+    """What is internal lies in packages that say what they are."""
+    top = {name.partition(".")[0] for name in MODULES} - {room.partition(".")[0] for room in ROOMS}
+    face = {"__main__", "attention", "latent", "reference", "installed"}
+    internal = {"calls", "plans", "tools"}
+    public = {name for name in weft.__all__ if isinstance(getattr(weft, name), ModuleType)}
+    assert top == {*face, *internal, *public, "buckets"}  # whose one function is weft.bucket
+    assert all((ROOT / "api" / name / "__init__.py").is_file() for name in internal)
 
 
 def test_an_import_inside_a_function_says_that_it_is_lazy() -> None:

@@ -13,23 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .codegen.torch_private import constant_while_tracing, under_transform
-from .compiler.planning.conversion import pays
-from .compiler.planning.machines.hardware import Hardware, for_device
-from .compiler.planning.signature import Described, Signature, Widths, signature_of
-from .compiler.planning.sources import kind_named
-from .compiler.planning.target import Target
+from ..codegen.torch_private import constant_while_tracing, under_transform
+from ..compiler.planning.conversion import pays
+from ..compiler.planning.machines.hardware import Hardware, for_device
+from ..compiler.planning.signature import Described, Signature, Widths, signature_of
+from ..compiler.planning.sources import kind_named
+from ..compiler.planning.target import Target
+from ..ir.errors import collected
+from ..runtime import descales, driver
+from ..runtime.call import LARGEST_PAGE, Call, choices_of, is_page
+from ..runtime.check.sequences import given_sequences, ragged_problems
+from ..runtime.ops import dispatch
+from ..runtime.ops.quantize import dequantize, dequantize_latent, dequantize_pages, large_table
+from ..runtime.options import PLAIN, CallOptions
+from ..runtime.run.key import dtypes_of
+from ..runtime.run.variant import Variant, variant_of_text
+from ..runtime.settings import checks_values, traced_target
 from .internals import Main, read_by_kernels
-from .ir.errors import collected
-from .runtime import descales, driver
-from .runtime.call import LARGEST_PAGE, Call, choices_of, is_page
-from .runtime.check.sequences import given_sequences, ragged_problems
-from .runtime.ops import dispatch
-from .runtime.ops.quantize import dequantize, dequantize_latent, dequantize_pages, large_table
-from .runtime.options import PLAIN, CallOptions
-from .runtime.run.key import dtypes_of
-from .runtime.run.variant import Variant, variant_of_text
-from .runtime.settings import checks_values, traced_target
 
 HALF = torch.bfloat16  # fp16 would lose what descales make large or small
 MOST_COPIED = 2**30  # bytes of copies of pages: a server has given most of the memory to its pools

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiler.analysis.tiles.facts import Facts
+from ..compiler.analysis.values.distances import DISTANCE
+from ..compiler.planning.by_distance import levels_in, tables_in, watched
+from ..compiler.planning.plan import CodePlan
+from ..ir.expr import Expr
+from ..ir.reference import evaluate
+from ..ir.walk import scalars, symbols, tensors
 from . import parts
-from .compiler.analysis.tiles.facts import Facts
-from .compiler.analysis.values.distances import DISTANCE
-from .compiler.planning.by_distance import levels_in, tables_in, watched
-from .compiler.planning.plan import CodePlan
-from .ir.expr import Expr
-from .ir.reference import evaluate
-from .ir.walk import scalars, symbols, tensors
 
 Ends = tuple[int, int]  # pairs are level from the first of these distances on, and up to the second
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .codegen.torch_private import Region, region
+from ..codegen.torch_private import Region, region
+from ..ir.attention import Attention
+from ..ir.errors import UnavailableError
+from ..runtime.options import OPTIONS, PLAIN, CallOptions
 from .internals import Main
-from .ir.attention import Attention
-from .ir.errors import UnavailableError
-from .runtime.options import OPTIONS, PLAIN, CallOptions
 
 WHERE = "inside torch's context_parallel"
 OVER_ROWS = frozenset(  # known there
@@ -44,7 +44,7 @@ def over_ranks(attention: Attention, main: Main, options: CallOptions, operands:
             f"{attention.name}: {WHERE}: {problem}; leave the region, and divide the call by "
             "weft.distributed.ContextParallel"
         )
-    from .distributed.over_mesh import over_mesh  # lazy: it imports torch.distributed
+    from ..distributed.over_mesh import over_mesh  # lazy: it imports torch.distributed
 
     ranks = found.mesh.size()
     lengths = query.shape[2] * ranks, key.shape[2] * ranks

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .codegen.torch_private import is_surely_negative
+from ..codegen.torch_private import is_surely_negative
+from ..ir.attention import Attention as Declaration
+from ..ir.errors import WeftError
+from ..runtime.call import SLOTS, Arguments, choices_text, float_tensor
+from ..runtime.check.sequences import checked
+from ..runtime.check.tensors import check_tensors
+from ..runtime.descales import out_name
+from ..runtime.ops.library import FORWARD
+from ..runtime.options import CallOptions
+from ..runtime.run.variant import say_of_first_key
+from ..runtime.settings import traced_target
 from .internals import Internals, Main, read_by_kernels
-from .ir.attention import Attention as Declaration
-from .ir.errors import WeftError
-from .runtime.call import SLOTS, Arguments, choices_text, float_tensor
-from .runtime.check.sequences import checked
-from .runtime.check.tensors import check_tensors
-from .runtime.descales import out_name
-from .runtime.ops.library import FORWARD
-from .runtime.options import CallOptions
-from .runtime.run.variant import say_of_first_key
-from .runtime.settings import traced_target
 
 
 def traced(

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .ir.attention import Attention as Declaration
-from .ir.errors import collected
-from .ir.expr import Scalar, TensorOperand
-from .runtime import descales
-from .runtime.check.tensors import rank_problems, trainable_problems
-from .runtime.options import READ_BY_KERNELS, CallOptions
-from .runtime.run.variant import Variant, variant_of
+from ..ir.attention import Attention as Declaration
+from ..ir.errors import collected
+from ..ir.expr import Scalar, TensorOperand
+from ..runtime import descales
+from ..runtime.check.tensors import rank_problems, trainable_problems
+from ..runtime.options import READ_BY_KERNELS, CallOptions
+from ..runtime.run.variant import Variant, variant_of
 
 Result = Tensor | tuple[Tensor, Tensor]
 

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .codegen.torch_private import break_graph, constant_while_tracing, rows_lie_as_torch_deals_them
+from ..codegen.torch_private import break_graph, constant_while_tracing, rows_lie_as_torch_deals_them
+from ..ir.attention import Attention
+from ..ir.errors import WeftError
+from ..ir.expr import Expr, Load, Symbol, TensorOperand
+from ..ir.walk import children
+from ..runtime.options import READ_BY_KERNELS, CallOptions
 from .in_region import unknown_over_rows
-from .ir.attention import Attention
-from .ir.errors import WeftError
-from .ir.expr import Expr, Load, Symbol, TensorOperand
-from .ir.walk import children
-from .runtime.options import READ_BY_KERNELS, CallOptions
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -240,7 +240,7 @@ class _Shards:
     # -- a sharded sequence --------------------------------------------------------------------------------------------
     def over_rows(self, main: Mapping[str, Tensor | None], operands: Mapping[str, Any], options: CallOptions) -> Any:
         """The call on the rows of this process. main, operands: its parts."""
-        from .distributed.over_mesh import over_mesh  # lazy: it imports torch.distributed
+        from ..distributed.over_mesh import over_mesh  # lazy: it imports torch.distributed
 
         if unknown := unknown_over_rows(options):
             raise self._refuse(f"{', '.join(unknown)}: not known where the sequence is sharded; use weft.distributed")

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .ir.errors import WeftError, collected, counted
-from .runtime.options import CallOptions
+from ..ir.errors import WeftError, collected, counted
+from ..runtime.options import CallOptions
 
 
 class Packed(NamedTuple):

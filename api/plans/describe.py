@@ -9,28 +9,28 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..compiler.analysis.tiles import proven
+from ..compiler.analysis.tiles.facts import Facts, facts_of
+from ..compiler.analysis.tiles.measured import Blocks
+from ..compiler.analysis.tiles.survey import Survey
+from ..compiler.planning.by_distance import levels_in, tables_in
+from ..compiler.planning.cost import CountLongest, CountTiles
+from ..compiler.planning.machines.hardware import Hardware, on_threads
+from ..compiler.planning.pairs import pair_blocks, visible_pairs
+from ..compiler.planning.plan import CodePlan, Plan, VisiblePairs, counter, make_plan
+from ..compiler.planning.records import Shape
+from ..compiler.planning.schedule import Schedule
+from ..compiler.planning.signature import MOST_SHORT
+from ..compiler.planning.splits import longest_visits
+from ..compiler.planning.sum_times import sums_of
+from ..compiler.planning.target import PlannedCall, Target
+from ..ir.attention import Attention
+from ..ir.errors import WeftError, counted
+from ..ir.walk import symbols
+from ..runtime.options import Form
 from . import parts
-from .compiler.analysis.tiles import proven
-from .compiler.analysis.tiles.facts import Facts, facts_of
-from .compiler.analysis.tiles.measured import Blocks
-from .compiler.analysis.tiles.survey import Survey
-from .compiler.planning.by_distance import levels_in, tables_in
-from .compiler.planning.cost import CountLongest, CountTiles
-from .compiler.planning.machines.hardware import Hardware, on_threads
-from .compiler.planning.pairs import pair_blocks, visible_pairs
-from .compiler.planning.plan import CodePlan, Plan, VisiblePairs, counter, make_plan
-from .compiler.planning.records import Shape
-from .compiler.planning.schedule import Schedule
-from .compiler.planning.signature import MOST_SHORT
-from .compiler.planning.splits import longest_visits
-from .compiler.planning.sum_times import sums_of
-from .compiler.planning.target import PlannedCall, Target
-from .ir.attention import Attention
-from .ir.errors import WeftError, counted
-from .ir.walk import symbols
 from .levels import differ_by, ends_of, watched_in
 from .request import Request, described, environment, request_of, to_give
-from .runtime.options import Form
 
 
 def _counter(attention: Attention, r: Request, options: Mapping[str, Any]) -> tuple[CountTiles | None, tuple[str, ...]]:
@@ -232,7 +232,7 @@ def explain(
     schedule: str | Schedule | None, form: Form | None, options: Mapping[str, Any], short: bool = False,
 ) -> str:  # fmt: skip
     """short: what a person wants first, on one screen."""
-    from .compiler.planning import explain as texts  # lazy: imports rich
+    from ..compiler.planning import explain as texts  # lazy: imports rich
 
     facts = facts_of(attention)
     made = plan(attention, operands, device, target, schedule, form, options)
@@ -246,7 +246,7 @@ def source(
     device: str | None, target: str | None, schedule: str | Schedule | None, form: Form | None,
     options: Mapping[str, Any],
 ) -> str:  # fmt: skip
-    from .codegen.listing import generate_all  # lazy: imports sympy
+    from ..codegen.listing import generate_all  # lazy: imports sympy
 
     if direction not in ("forward", "backward"):
         raise WeftError(f"source: direction: expected 'forward' or 'backward', got {direction!r}")

@@ -10,29 +10,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import conversion, parts
-from .compiler.analysis.tiles.facts import facts_of
-from .compiler.analysis.tiles.measured import Table
-from .compiler.analysis.values.ranges import Ranges, check_integers
-from .compiler.planning.dtypes import BF16, FP16, ON_GPUS
-from .compiler.planning.latent_forms import cheaper_form
-from .compiler.planning.machines import hardware
-from .compiler.planning.records import Shape, stored_beside
-from .compiler.planning.schedule import Schedule
-from .compiler.planning.signature import MOST_SHORT, Described, Direction, Dtypes, Signature, Widths, signature_of
-from .compiler.planning.sources import DENSE
-from .compiler.planning.target import Target
-from .ir.attention import Attention
-from .ir.errors import Problem, UnavailableError, WeftError, collected, shown
-from .ir.expr import Scalar, TensorOperand
-from .ir.numbers import is_int
-from .ir.walk import scalars, tensors
-from .latent import latent_form
-from .runtime import descales, driver
-from .runtime.call import LARGEST_PAGE
-from .runtime.check.operands import as_number, check_absorbed, check_no_latent, check_q_offset, operand_problems
-from .runtime.check.operands import described as described_operands
-from .runtime.check.tensors import (
+from ..calls import conversion
+from ..compiler.analysis.tiles.facts import facts_of
+from ..compiler.analysis.tiles.measured import Table
+from ..compiler.analysis.values.ranges import Ranges, check_integers
+from ..compiler.planning.dtypes import BF16, FP16, ON_GPUS
+from ..compiler.planning.latent_forms import cheaper_form
+from ..compiler.planning.machines import hardware
+from ..compiler.planning.records import Shape, stored_beside
+from ..compiler.planning.schedule import Schedule
+from ..compiler.planning.signature import MOST_SHORT, Described, Direction, Dtypes, Signature, Widths, signature_of
+from ..compiler.planning.sources import DENSE
+from ..compiler.planning.target import Target
+from ..ir.attention import Attention
+from ..ir.errors import Problem, UnavailableError, WeftError, collected, shown
+from ..ir.expr import Scalar, TensorOperand
+from ..ir.numbers import is_int
+from ..ir.walk import scalars, tensors
+from ..latent import latent_form
+from ..runtime import descales, driver
+from ..runtime.call import LARGEST_PAGE
+from ..runtime.check.operands import as_number, check_absorbed, check_no_latent, check_q_offset, operand_problems
+from ..runtime.check.operands import described as described_operands
+from ..runtime.check.tensors import (
     DTYPES,
     check_latent,
     check_tensors,
@@ -40,11 +40,12 @@ from .runtime.check.tensors import (
     refuse_tracing,
     width_problems,
 )
-from .runtime.ops.quantize import large_table
-from .runtime.options import DESCRIBED, LENGTHS, PLAIN, READ_BY_KERNELS, Form, check_values
-from .runtime.run.key import boxed_of, dtypes_of, has_doubles, needs_offsets_64, offset_kind
-from .runtime.run.variant import variant_of
-from .runtime.settings import default_target
+from ..runtime.ops.quantize import large_table
+from ..runtime.options import DESCRIBED, LENGTHS, PLAIN, READ_BY_KERNELS, Form, check_values
+from ..runtime.run.key import boxed_of, dtypes_of, has_doubles, needs_offsets_64, offset_kind
+from ..runtime.run.variant import variant_of
+from ..runtime.settings import default_target
+from . import parts
 
 
 def shape(

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .compiler.analysis.tiles.results import TileCounts
-from .compiler.analysis.values.ranges import Ranges
-from .compiler.planning.cost import CountTiles
-from .compiler.planning.plan import VisiblePairs, summed
-from .compiler.planning.records import Shape
-from .ir.errors import WeftError, counted
-from .ir.sequences import Rows
-from .runtime.call import Dense, Packed, PackedPaged, Pages, Ragged, sequences_of
-from .runtime.check.sequences import checked
-from .runtime.check.values import check_contents
-from .runtime.options import LENGTHS, PLAIN
+from ..compiler.analysis.tiles.results import TileCounts
+from ..compiler.analysis.values.ranges import Ranges
+from ..compiler.planning.cost import CountTiles
+from ..compiler.planning.plan import VisiblePairs, summed
+from ..compiler.planning.records import Shape
+from ..ir.errors import WeftError, counted
+from ..ir.sequences import Rows
+from ..runtime.call import Dense, Packed, PackedPaged, Pages, Ragged, sequences_of
+from ..runtime.check.sequences import checked
+from ..runtime.check.values import check_contents
+from ..runtime.options import LENGTHS, PLAIN
 
 NO_SEQUENCE = "no sequence is there"
 MOST_PARTS = 64  # kinds of sequences that are counted; of more, some stand for all

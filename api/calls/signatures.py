@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, overload
 import torch
 from torch import Tensor
 
-from .compiler.planning.schedule import Schedule
-from .runtime.options import Form
+from ..compiler.planning.schedule import Schedule
+from ..runtime.options import Form
 
 Result = Tensor | tuple[Tensor, Tensor]
 Own = Tensor | SupportsFloat  # an operand of the variant's own: a tensor, or a number of Python or numpy

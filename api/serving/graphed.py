@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .ir.errors import WeftError, counted
-from .kv import PagedCache, Step
+from ..ir.errors import WeftError, counted
+from ..kv import PagedCache, Step
 
 # (tokens int32 [B, L], the step, the last new row of each sequence [B]) -> logits [B, vocabulary] after that row
 Model = Callable[[Tensor, Step, Tensor], Tensor]

@@ -17,13 +17,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .graphed import Graphed as Graphed
-from .graphed import Model as Model
-from .ir.errors import InternalError, WeftError, counted
-from .kv import OutOfBlocksError, PagedCache
-from .kv.blocks import start_of
-from .kv.cache import is_size, token_ids
-from .kv.step import on_device
+from ..ir.errors import InternalError, WeftError, counted
+from ..kv import OutOfBlocksError, PagedCache
+from ..kv.blocks import start_of
+from ..kv.cache import is_size, token_ids
+from ..kv.step import on_device
+from .graphed import Model
 
 State = Literal["waiting", "running", "swapped", "done", "cancelled"]
 
