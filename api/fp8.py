@@ -55,11 +55,11 @@ def quantize(
         problems.append(str(problem))
     elif x.dim() != 4 or x.dtype not in _FROM:
         problems.append(f"x: expected [B, H, L, D] of bf16, fp16, fp32 or fp64, got {x.dtype} {list(x.shape)}")
-    if per not in get_args(Per) or isinstance(per, bool):
+    if isinstance(per, (bool, Tensor)) or per not in get_args(Per):
         problems.append(f"per: expected 'tensor', 'head', 64, 128 or 'token', got {per!r}")
-    if dtype not in descales.FP8:
+    if not isinstance(dtype, torch.dtype) or dtype not in descales.FP8:
         problems.append(f"dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got {dtype!r}")
-    if layout not in get_args(Layout):
+    if not isinstance(layout, str) or layout not in get_args(Layout):
         problems.append(f"layout: expected 'rows' or 'columns', got {layout!r}")
     if problems:
         raise collected("weft.fp8.quantize", problems)
@@ -73,6 +73,9 @@ def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tens
     if dtype not in _FROM:
         raise WeftError(f"dequantize: dtype: expected bf16, fp16, fp32 or fp64, got {dtype!r}")
     quantized = Quantized(*quantized)
+    kinds = quantized.data.dtype, quantized.descale.dtype
+    if kinds[0] not in descales.FP8 or kinds[1] != torch.float32:
+        raise WeftError(f"dequantize: expected data of FP8 and a descale of float32, got {kinds[0]} and {kinds[1]}")
     if quantized.data.dim() != 4 or not descales.fits("key", quantized.data, quantized.descale, pooled=False):
         got = f"{list(quantized.data.shape)} and {list(quantized.descale.shape)}"
         raise WeftError(f"dequantize: expected data [B, H, L, D] and a descale that broadcasts to its rows, got {got}")
@@ -96,8 +99,9 @@ def rotate(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
             raise WeftError(
                 f"rotate: {name}: expected a tensor of bf16, fp16, fp32 or fp64, got {got}; rotate, then quantise"
             )
-    if query.shape[-1:] != key.shape[-1:] or not query.dim():
-        raise WeftError(f"rotate: expected one width, got shapes {list(query.shape)} and {list(key.shape)}")
+    if query.shape[-1:] != key.shape[-1:] or not query.dim() or not query.shape[-1]:
+        shapes = f"{list(query.shape)} and {list(key.shape)}"
+        raise WeftError(f"rotate: expected one width, of a column or more, got shapes {shapes}")
     return _rotated(query), _rotated(key)
 
 

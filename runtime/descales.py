@@ -111,13 +111,17 @@ def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterat
         if isinstance(descale, bool) or not isinstance(descale, (int, float, torch.SymFloat)):
             kind = type(descale)
             got = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-            yield Problem(option=n, expected="a float or a float32 tensor", got=got)
+            how = f"pass {n}=x.descale" if hasattr(descale, "descale") else ""  # all that weft.fp8.quantize gives
+            yield Problem(option=n, expected="a float or a float32 tensor", got=got, next_step=how)
         elif isinstance(descale, (int, float)) and not 0.0 < descale < inf:
             yield Problem(option=n, expected="a positive number", got=shown(descale))
         elif isinstance(descale, (int, float)) and not _FLOAT32.tiny <= descale <= _FLOAT32.max:
             yield Problem(option=n, expected="a number that float32 holds", got=shown(descale))
         return
-    if descale.dtype != torch.float32 or descale.device != tensor.device:
+    if descale.layout != torch.strided and not descale.is_nested:
+        got, how = f"layout {descale.layout}", f"pass {n}.to_dense()"
+        yield Problem(option=n, expected="a dense tensor", got=got, next_step=how)
+    elif descale.dtype != torch.float32 or descale.device != tensor.device:
         got = f"{descale.dtype} on {descale.device}"
         yield Problem(option=n, expected=f"float32 on {tensor.device}", got=got, next_step=f"cast it, {n}.float()")
     elif descale.requires_grad and torch.is_grad_enabled():

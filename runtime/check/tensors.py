@@ -43,6 +43,9 @@ def form_problem(label: str, tensor: object) -> Problem | None:
     """What keeps a thing from being read as the tensors that kernels take: dense, with strides."""
     if not isinstance(tensor, Tensor):
         made = "torch.from_numpy(x)" if type(tensor).__module__ == "numpy" else "torch.tensor(x)"
+        if isinstance(tensor, tuple) and hasattr(tensor, "descale"):  # of weft.fp8.quantize
+            beside = f", and {descales.OF[label]}=x.descale" if label in descales.OF else ""
+            return wrong(label, "a tensor", type(tensor).__name__, f"pass x.data{beside}")
         has_entries = hasattr(tensor, "__len__") and not isinstance(tensor, str)
         return wrong(label, "a tensor", type(tensor).__name__, f"{made} makes one" * has_entries)
     if tensor.is_nested:
@@ -352,10 +355,8 @@ NO_PAGES = (
     "a call with block_table has no backward: call under torch.no_grad(), or gather the pages into padded operands, "
     "and pass kv_lens= alone, to train"
 )
-TRAIN_OTHERWISE = (
-    "call under torch.no_grad(), or train with bf16 operands; "
-    "x + (weft.fp8.dequantize(weft.fp8.quantize(x)) - x).detach() has the numbers of FP8, and gradients"
-)
+THROUGH = "x + (weft.fp8.dequantize(weft.fp8.quantize(x)) - x).detach() has the numbers of FP8, and gradients"
+TRAIN_OTHERWISE = f"call under torch.no_grad(), or train with bf16 operands; {THROUGH}"
 
 
 def trainable_problems(main: Sequence[Tensor | None], wanted: Iterable[str], paged: bool) -> list[Problem]:

@@ -9,6 +9,7 @@ weft::dequantize_latent(parts, descale, table, kv_lens, dtype) -> x, of all colu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,9 +19,11 @@ from ...codegen.launch.quantizing import OF_TENSOR as OF_TENSOR
 from ...codegen.launch.quantizing import quantizing
 from ...codegen.launch.scaled import Scaled, by_rows
 from ...codegen.targets import target_named
-from ...codegen.torch_private import PLAIN_TYPES, unwatched
+from ...codegen.torch_private import PLAIN_TYPES, under_transform, unwatched
 from ...compiler.planning.dtypes import dtype_named, named_by_torch
+from ...ir.errors import Problem, WeftError
 from ..call import LARGEST_PAGE
+from ..check.tensors import THROUGH
 from ..settings import default_target
 
 LEAST = 2.0**-126  # of descales: smaller ones are 0 in some units
@@ -49,7 +52,10 @@ _LIBRARY.define(
 
 def quantize(x: Tensor, rows: int, dtype: torch.dtype, columns: bool) -> tuple[Tensor, Tensor]:
     """FP8 numbers of x [B, H, L, D], and descales. rows: of a block that has one, or OF_TENSOR or OF_HEAD."""
-    found: tuple[Tensor, Tensor] = torch.ops.weft.quantize(x, rows, named_by_torch()[dtype], columns)
+    given = x, rows, named_by_torch()[dtype], columns
+    if not torch.compiler.is_compiling() and under_transform():
+        return _UnderTransform.apply(*given)
+    found: tuple[Tensor, Tensor] = torch.ops.weft.quantize(*given)
     return found
 
 
@@ -124,9 +130,47 @@ def _fake(x: Tensor, rows: int, dtype: str, columns: bool) -> tuple[Tensor, Tens
     return made(x, rows, dtype, columns)
 
 
+def _has_no_gradient(ctx: Any, *gradients: Any) -> NoReturn:
+    """Else torch would go on with the gradient of descales alone, which is wrong."""
+    raise WeftError.of(
+        "weft.fp8.quantize", Problem(what="rounding to FP8 has no gradient", next_step=f"pass x.detach(); {THROUGH}")
+    )
+
+
+class _UnderTransform(torch.autograd.Function):
+    """The op where torch.func differentiates: it takes no op that torch.library makes differentiable."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, rows: int, dtype: str, columns: bool) -> tuple[Tensor, Tensor]:
+        return torch.ops.weft.quantize(x, rows, dtype, columns)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        """Nothing is kept."""
+
+    backward = jvp = staticmethod(_has_no_gradient)
+
+
+def _mapped(
+    info: Any, in_dims: tuple[Any, ...], x: Tensor, rows: int, dtype: str, columns: bool
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """A mapped dimension joins the batch, but for one descale of all: that takes a call for each."""
+    x = x.movedim(in_dims[0], 0)
+    if rows != OF_TENSOR:
+        data, descale = torch.ops.weft.quantize(x.flatten(0, 1), rows, dtype, columns)
+        return (data.unflatten(0, x.shape[:2]), descale.unflatten(0, x.shape[:2])), (0, 0)
+    found = [torch.ops.weft.quantize(one, rows, dtype, columns) for one in x.unbind()]
+    data = torch.stack([one.mT for one, _ in found]).mT if columns else torch.stack([one for one, _ in found])
+    return (data, torch.stack([descale for _, descale in found])), (0, 0)
+
+
 _LIBRARY.impl("quantize", _on_cpu, "CPU")
 _LIBRARY.impl("quantize", _on_gpu, "CUDA")
 torch.library.register_fake("weft::quantize", _fake, lib=_LIBRARY)
+torch.library.register_vmap("weft::quantize", _mapped, lib=_LIBRARY)
+torch.library.register_autograd("weft::quantize", _has_no_gradient, lib=_LIBRARY)
 
 
 # -- the way back ------------------------------------------------------------------------------------------------------

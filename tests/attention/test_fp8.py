@@ -283,6 +283,8 @@ def test_calls_under_torch_compile_and_by_the_op() -> None:
         (torch.ones(1, 1, 1, 1, 1), r"k_descale: .*got shape \[1, 1, 1, 1, 1\]"),
         (torch.tensor([1.0, math.inf]), "k_descale: expected positive numbers, got inf"),
         ("1", "k_descale: expected a float or a float32 tensor, got str"),
+        (weft.fp8.quantize(torch.ones(1, 1, 1, 1)), "k_descale: .*, got weft.fp8.Quantized; pass k_descale=x.descale"),
+        (torch.ones(2).to_sparse(), "k_descale: expected a dense tensor, got layout .*; pass k_descale.to_dense()"),
         (True, "k_descale: expected a float or a float32 tensor, got bool"),
         (torch.ones(2, 2, 1, 1).double(), "k_descale: expected float32 on cpu, got torch.float64 on cpu; cast it"),
         (torch.ones(2, 4, 1, 1), r"k_descale: expected what broadcasts to \[2, 2, 1, 1\].*got shape \[2, 4, 1, 1\]"),
@@ -325,6 +327,24 @@ def test_operands_that_do_not_fit() -> None:
             block_table=table["block_table"],
             kv_lens=torch.ones(2, dtype=torch.int32),
         )
+
+
+def test_what_quantize_gives_is_no_operand_by_itself() -> None:
+    """The data is; the message says where both parts go."""
+    x = weft.fp8.quantize(torch.randn(1, 1, 4, 8))
+    said = "{0}: expected a tensor, got Quantized; pass x.data, and {1}_descale=x.descale"
+    for n, name in enumerate(("query", "key", "value")):
+        given = [x if n == other else x.data for other in range(3)]
+        for call in (CAUSAL, CAUSAL.reference):
+            with pytest.raises(weft.WeftError, match=said.format(name, name[0])):
+                call(*given)
+
+
+def test_the_interpreter_says_which_output_it_computes() -> None:
+    x = weft.fp8.quantize(torch.randn(1, 1, 4, 8)).data
+    said = "not bf16, the dtype of the output; pass out_dtype=torch.float16 or torch.float32"
+    with pytest.raises(weft.UnavailableError, match=said):
+        CAUSAL(x, x, x, target="interpret")
 
 
 def test_there_is_no_backward_and_a_message_says_what_to_do() -> None:
@@ -514,6 +534,8 @@ def test_bad_input_of_quantize() -> None:
         ({"per": 32}, "per: expected 'tensor', 'head', 64, 128 or 'token', got 32"),
         ({"dtype": torch.float16}, "dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got torch.float16"),
         ({"layout": "cols"}, "layout: expected 'rows' or 'columns', got 'cols'"),
+        ({"per": torch.ones(2)}, "per: expected 'tensor', 'head', 64, 128 or 'token', got tensor"),
+        ({"dtype": ["e4m3"]}, r"dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got \['e4m3'\]"),
     ):
         with pytest.raises(weft.WeftError, match=message):
             weft.fp8.quantize(x, **given)
@@ -526,12 +548,61 @@ def test_bad_input_of_quantize() -> None:
         (lambda: weft.fp8.dequantize(x), "dequantize: expected Quantized.data, descale., got Tensor"),
         (lambda: weft.fp8.dequantize(whole, torch.int32), "dequantize: dtype: expected bf16, .*, got torch.int32"),
         (lambda: weft.fp8.dequantize((whole.data, torch.ones(3))), r"broadcasts to its rows, got .*8\] and \[3\]"),
+        (
+            lambda: weft.fp8.dequantize((x, whole.descale)),
+            "expected data of FP8 .*, got torch.float32 and torch.float32",
+        ),
+        (lambda: weft.fp8.dequantize((whole.data, whole.descale.double())), "a descale of float32, .* torch.float64"),
+        (
+            lambda: weft.fp8.rotate(x[..., :0], x[..., :0]),
+            r"rotate: expected one width, of a column or more, got .*0\]",
+        ),
         (lambda: weft.fp8.rotate(whole.data, x), "rotate: query: expected .*e4m3fn; rotate, then quantise"),
         (lambda: weft.fp8.rotate(x, [1.0]), "rotate: key: expected a tensor of bf16, .*, got list"),
-        (lambda: weft.fp8.rotate(x, x[..., :4]), r"rotate: expected one width, got shapes \[1, 1, 4, 8\]"),
+        (lambda: weft.fp8.rotate(x, x[..., :4]), r"rotate: expected one width, .*, got shapes \[1, 1, 4, 8\]"),
     ):
         with pytest.raises(weft.WeftError, match=message):
             call()
+
+
+def test_quantize_has_no_gradient_and_a_message_says_what_to_do() -> None:
+    """Else torch goes on with the gradient of the descale alone. A straight-through estimate is none of it."""
+    x = torch.randn(1, 2, 9, 8)
+    said = r"weft.fp8.quantize: rounding to FP8 has no gradient; pass x.detach\(\); x \+ .* has the numbers of FP8"
+
+    def rounded(x):
+        return weft.fp8.dequantize(weft.fp8.quantize(x))
+
+    def through(x):
+        return x + (rounded(x) - x).detach()
+
+    def loss(x):
+        return through(x).square().sum()
+
+    with pytest.raises(weft.WeftError, match=said):
+        rounded(x.clone().requires_grad_()).sum().backward()
+    with pytest.raises(weft.WeftError, match=said):
+        torch.func.grad(lambda x: rounded(x).sum())(x)
+    learned = x.clone().requires_grad_()
+    loss(learned).backward()
+    torch.testing.assert_close(learned.grad, 2 * rounded(x))
+    torch.testing.assert_close(torch.func.grad(loss)(x), learned.grad)
+    given = learned, 64, "e4m3", False
+    tests = "test_schema", "test_faketensor", "test_autograd_registration"
+    torch.library.opcheck(torch.ops.weft.quantize, given, test_utils=tests)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("per", ["tensor", "head", 64, "token"])
+def test_quantize_under_vmap_is_that_of_each(per, layout: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """And torch has nothing to say of a slow way."""
+    x = torch.randn(2, 3, 2, 70, 8)
+    found = torch.func.vmap(lambda x: weft.fp8.quantize(x, per=per, layout=layout), in_dims=1)(x)
+    for n in range(3):
+        one = weft.fp8.quantize(x[:, n], per=per, layout=layout)
+        assert torch.equal(found.data[n].float(), one.data.float()) and torch.equal(found.descale[n], one.descale)
+        assert found.data[n].stride(2 if layout == "columns" else 3) == 1
+    assert "performance" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("width", [16, 64, 80, 192])

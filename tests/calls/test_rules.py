@@ -269,6 +269,7 @@ BROKEN: dict[str, tuple[str, Callable[[Drawn], Any]]] = {
     "heads of an op": ("value", lambda d: d.op(
         d.query, d.key[..., 8:], d.value[:, :1], d.key[:, :1, :, :8].contiguous(), variant=LATENT)),
     # -- FP8
+    "what quantize gives": ("key", lambda d: d.call(key=weft.fp8.quantize(d.key))),
     "a descale of an op": ("k_descale", lambda d: d.op(
         d.query, d.key, d.value, None, k_descale=torch.ones(1, 1, 1, 2))),
     "gradients of FP8": ("", lambda d: d.call(

@@ -301,6 +301,8 @@ class InterpretTarget(TritonTarget):
             why = ""
             if lacking.isdisjoint((d.query, d.key, d.value, d.out)):
                 why = ", the dtype of weights that are no softmax's, beside FP8 values; pass a float32 query"
+            elif lacking.isdisjoint((d.query, d.key, d.value)):
+                why = ", the dtype of the output; pass out_dtype=torch.float16 or torch.float32"
             return f"interpret: Triton's interpreter computes fp32 and fp16 correctly, not {lacking.pop()}{why}"
         return self._why_not(kernel, signature, facts)
 
