@@ -14,7 +14,7 @@ from ..ir.errors import WeftError
 from ..runtime.call import SLOTS, Arguments, choices_text, float_tensor
 from ..runtime.check.sequences import checked
 from ..runtime.check.tensors import check_tensors
-from ..runtime.descales import out_name
+from ..runtime.descales import out_name, refuse_bare
 from ..runtime.ops.library import FORWARD
 from ..runtime.options import CallOptions
 from ..runtime.run.variant import say_of_first_key
@@ -48,6 +48,7 @@ def traced(
     number, per_row = (None, offset) if isinstance(offset, Tensor) else (offset, None)
     if is_ragged:
         options = checked(str(attention.name), query, key, options.having(q_offset=offset))
+    refuse_bare(str(attention.name), {"key": key, "value": value}, options)
     read = read_by_kernels(str(attention.name), query, key, value, options) if options.are_read else None
     own_slots = {"q_offsets": per_row, **(read or {})}
     slots = tuple([own_slots[name] if name in own_slots else getattr(options, name) for name in SLOTS])

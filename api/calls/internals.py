@@ -108,8 +108,7 @@ def dequantized(
     dtype: of the real numbers; that of the definition where not given.
     """
     named: dict[str, Tensor | None] = {"query": main.query, "key": main.key, "value": main.value}
-    if not torch.compiler.is_compiling():
-        descales.refuse_bare(name, named, options)
+    descales.refuse_bare(name, named, options)
     read = descales.read_by_kernels(name, named, options, options.block_table is not None)
     given = {n: t for n, t in named.items() if t is not None}
     wanted = [n for n, t in given.items() if t.requires_grad and torch.is_grad_enabled()]

@@ -14,7 +14,7 @@ from ..calls import conversion
 from ..compiler.analysis.tiles.facts import facts_of
 from ..compiler.analysis.tiles.measured import Table
 from ..compiler.analysis.values.ranges import Ranges, check_integers
-from ..compiler.planning.dtypes import BF16, FP16, ON_GPUS
+from ..compiler.planning.dtypes import BF16, EIGHTHS, FP16, ON_GPUS
 from ..compiler.planning.latent_forms import cheaper_form
 from ..compiler.planning.machines import hardware
 from ..compiler.planning.records import Shape, stored_beside
@@ -67,7 +67,8 @@ def shape(
         if not is_int(value, least=1) and as_others.get(name, value) is not None
     ]
     if dtype not in ON_GPUS:
-        problems.append(Problem(option="dtype", expected="'bf16', 'fp16' or 'fp32'", got=shown(dtype)))
+        how = _FP8_TENSORS if str(dtype) in {*EIGHTHS, *map(str, descales.FP8)} else ""
+        problems.append(Problem(option="dtype", expected="'bf16', 'fp16' or 'fp32'", got=shown(dtype), next_step=how))
     if problems := problems or _heads_problems(made):
         raise collected("shape", problems)
     return made
@@ -333,6 +334,7 @@ def _converted(
     ):
         return operands, options, ()
     table = own.block_table
+    descales.refuse_bare(str(attention.name), main, own)
     descales.read_by_kernels(str(attention.name), main, own, pooled=table is not None)
     rest = {n: v for n, v in options.items() if n not in (*descales.NAMES, "out_dtype", "rope")}
     shapes = [[*t.shape] for t in given]
@@ -353,12 +355,13 @@ def _of_fp8(
     asked = [n for n in (*descales.NAMES, "out_dtype") if options.get(n) is not None]
     if not given:
         if asked:
-            raise WeftError(f"{attention.name}: {', '.join(asked)}: a plan of FP8 operands wants their tensors")
+            raise WeftError(f"{attention.name}: {', '.join(asked)}: {_FP8_TENSORS}")
         return None, frozenset()
     if not asked and not descales.are_quantized(given):
         return None, frozenset()
     query, key, value = given[0], given[1], given[2] if len(given) > 2 else None
     main, own = {"query": query, "key": key, "value": value}, PLAIN.having(**{n: options[n] for n in asked})
+    descales.refuse_bare(str(attention.name), main, own)
     read = descales.read_by_kernels(str(attention.name), main, own, options.get("block_table") is not None)
     return dtypes_of(attention, query, key, value, descales.out_name(own)), descales.rows_read(read)
 
@@ -399,6 +402,7 @@ def _lengths(sizes: Shape, found: parts.Described | None) -> tuple[int, int]:
 
 
 _NO_BACKWARD = "the absorbed form has no backward: call with form='expanded' to train"
+_FP8_TENSORS = "a plan of FP8 operands wants their tensors; those of device='meta' take no memory"
 _FP8_HAS_NO_BACKWARD = "a call with FP8 operands has no backward: train with bf16 operands"
 _PAGES_HAVE_NO_BACKWARD = "a call with block_table has no backward: gather the pages to train"
 

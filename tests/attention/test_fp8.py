@@ -396,6 +396,12 @@ def test_keys_of_a_cache_without_its_descales_are_refused(kind: str) -> None:
             with pytest.raises(weft.WeftError, match=value):
                 call(query, keys, values, **lengths, k_descale=step.options["k_descale"])
         call(query, step.keys(), step.values(), **step.options)
+    keys, values = step.keys(), step.values()
+    with pytest.raises(weft.WeftError, match=f"(?s){key}.*{value}"):
+        CAUSAL.plan(query, keys, values, **lengths)
+    compiled = torch.compile(lambda *given: CAUSAL(*given, **lengths), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"(?s){key}.*{value}"):
+        compiled(query, keys, values)
 
 
 @pytest.mark.parametrize("form", ["absorbed", "expanded", None])

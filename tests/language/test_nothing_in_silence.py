@@ -88,6 +88,7 @@ def test_questions_about_no_call() -> None:
         ({"kv_heads": 0}, "shape: kv_heads: expected a positive int, got 0"),
         ({"kv_len": 0}, "shape: kv_len: expected a positive int, got 0"),
         ({"value_dim": 0}, "shape: value_dim: expected a positive int, got 0"),
+        ({"dtype": "e4m3"}, "shape: dtype: expected .*, got 'e4m3'; a plan of FP8 operands wants their tensors"),
         ({"dtype": torch.float16}, "shape: dtype: expected 'bf16', 'fp16' or 'fp32', got torch.float16"),
     ],
 )
