@@ -317,6 +317,9 @@ class Cache:
         if not isinstance(keys, Collection) or not (values is None or isinstance(values, Collection)):
             got = f"{type(key).__name__} and {type(value).__name__}"
             raise WeftError(f"append: key: expected a tensor of each layer, and likewise value, got {got}")
+        if any(hasattr(rows, "descale") for rows in (keys, values)):
+            how = "pass real numbers, which a cache of FP8 quantises"
+            raise WeftError(f"append: key: expected a tensor of each layer, got what weft.fp8.quantize gives; {how}")
         if len(keys) != self.layers or (values is not None and len(values) != self.layers):
             got = f"{len(keys)} and {0 if values is None else len(values)}"
             raise WeftError(f"append: expected key and value of each of {counted(self.layers, 'layer')}, got {got}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ..ir.errors import WeftError
+from ..ir.errors import WeftError, shown
 from ..runtime.descales import FP8
 from ..runtime.ops.append import append_quantized
 from ..runtime.ops.quantize import descale_of, largest
@@ -46,14 +46,15 @@ def _given_problems(name: str, descale: object, sizes: tuple[object, object]) ->
     """What keeps a value from being the descales of heads."""
     try:
         found = torch.as_tensor(descale).detach()
-    except (TypeError, ValueError, RuntimeError):
+    except (OverflowError, TypeError, ValueError, RuntimeError):
         found = torch.empty(0)
     fits = found.dim() <= 2 and all(n in (1, size) for n, size in zip(reversed(found.shape), reversed(sizes)))
-    if not fits or found.is_complex() or found.dtype == torch.bool:
-        got = list(found.shape) if isinstance(descale, Tensor) else repr(descale)
+    if not fits or found.is_complex() or found.dtype == torch.bool or found.is_meta:
+        got = f"{list(found.shape)} on {found.device}" if isinstance(descale, Tensor) else shown(descale)
         return [f"{name}: expected a positive number, or {list(sizes)} of them, [layers, Hkv], got {got}"]
-    if not bool(((found > 0) & found.isfinite()).all()):
-        return [f"{name}: expected positive numbers, got {descale}"]
+    held = found.float()  # as kernels read it
+    if not bool(((held > 0) & held.isfinite()).all()):
+        return [f"{name}: expected positive numbers that float32 holds, got {descale}"]
     return []
 
 

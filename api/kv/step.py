@@ -96,6 +96,7 @@ class Step:
 
     def options_of(self, layer: int = 0) -> dict[str, Any]:
         """The same with what a cache of FP8 has beside the keys and values of a layer: descales, and rotary columns."""
+        layer = self.cache._checked_layer("options_of", layer)
         scales, rope = self.cache.scales, self.cache.ropes(layer)
         if scales is None:
             return self._options

@@ -146,10 +146,18 @@ def test_descales_of_heads_are_given_or_made_of_the_first_rows_and_then_rows_sat
     assert known.scales.of(0, None)["v_descale"].flatten().tolist() == [0.25, 0.25]
     for wrong, message in (
         ({"scale": "row"}, "scale: expected 'head' or 'token', got 'row'"),
-        ({"k_descale": 0.0}, "k_descale: expected positive numbers, got 0.0"),
-        ({"k_descale": -1.0}, "k_descale: expected positive numbers, got -1.0"),
-        ({"v_descale": torch.tensor([1.0, math.nan])}, "v_descale: expected positive numbers, got .*nan"),
-        ({"v_descale": math.inf}, "v_descale: expected positive numbers, got inf"),
+        ({"k_descale": 0.0}, "k_descale: expected positive numbers that float32 holds, got 0.0"),
+        ({"k_descale": -1.0}, "k_descale: expected positive numbers that float32 holds, got -1.0"),
+        (
+            {"k_descale": torch.tensor(1e300, dtype=torch.float64)},
+            "positive numbers that float32 holds, got .*1.*e.300",
+        ),
+        ({"k_descale": torch.tensor(1e-60, dtype=torch.float64)}, "positive numbers that float32 holds, got .*1.*e-60"),
+        ({"k_descale": torch.ones(2, device="meta")}, r"k_descale: expected a positive .*got \[2\] on meta"),
+        ({"k_descale": torch.zeros(2).to(E4M3)}, "k_descale: expected positive numbers that float32 holds, got .*"),
+        ({"k_descale": 10**400}, "k_descale: expected .*, got an int of 1329 bits"),
+        ({"v_descale": torch.tensor([1.0, math.nan])}, "v_descale: expected positive numbers .*, got .*nan"),
+        ({"v_descale": math.inf}, "v_descale: expected positive numbers .*, got inf"),
         ({"k_descale": "x"}, r"k_descale: expected a positive number, or \[2, 2\] of them, .*got 'x'"),
         ({"v_descale": torch.ones(3)}, r"v_descale: expected a positive number, or \[2, 2\] of them, .*got \[3\]"),
         ({"v_descale": torch.ones(2, 2, 1)}, r"v_descale: expected .*\[layers, Hkv\], got \[2, 2, 1\]"),
@@ -161,6 +169,10 @@ def test_descales_of_heads_are_given_or_made_of_the_first_rows_and_then_rows_sat
             weft.kv.PagedCache(8, **{**given, **wrong})
     with pytest.raises(weft.WeftError, match="key: expected real numbers, which the cache quantises, got torch.float8"):
         cache.append([sequence], [ones.to(E4M3)] * 2, [ones] * 2)
+    with pytest.raises(weft.WeftError, match="key: expected .*, got what weft.fp8.quantize gives; pass real numbers"):
+        cache.append([sequence], weft.fp8.quantize(ones), weft.fp8.quantize(ones))
+    with pytest.raises(weft.WeftError, match="options_of: layer: expected 0 to 1, got 2"):
+        step.options_of(2)
 
 
 def test_a_descale_that_is_given_alone_holds_and_only_rows_that_stay_decide_the_other() -> None:
