@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from .calls.dtensors import is_sharded
 from .ir.errors import WeftError, collected
 from .runtime import descales
 from .runtime.check.tensors import form_problem
@@ -53,6 +54,8 @@ def quantize(
     problems = []
     if (problem := form_problem("x", x)) is not None:
         problems.append(str(problem))
+    elif is_sharded(x):
+        problems.append("x: expected a plain tensor, got a DTensor; quantise what this process has, x.to_local()")
     elif x.dim() != 4 or x.dtype not in _FROM:
         problems.append(f"x: expected [B, H, L, D] of bf16, fp16, fp32 or fp64, got {x.dtype} {list(x.shape)}")
     if isinstance(per, (bool, Tensor)) or per not in get_args(Per):

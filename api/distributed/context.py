@@ -19,6 +19,7 @@ from ..ir.philox import drawn_seed
 from ..runtime.call import Call, Dense, Packed, Sequences, choices_of
 from ..runtime.check.operands import as_number, check_dropout, check_operands, seed_of
 from ..runtime.check.tensors import check_latent, main_problems
+from ..runtime.descales import FP8
 from ..runtime.options import Form
 from ..runtime.run.variant import Variant, variant_of
 from . import agreement, by_heads, sharded, shardplan
@@ -253,6 +254,11 @@ class ContextParallel:
                 got = str([*tensor.shape]) if isinstance(tensor, Tensor) else type(tensor).__name__
                 wanted = f"{[*shape]}, the rows of rank {self.rank}"
                 problems.append(Problem(operand=n, expected=wanted, got=got, next_step="cp.shard gives them"))
+            elif tensor.dtype in FP8:
+                how = "weft.fp8.dequantize(...) makes real ones"
+                problems.append(
+                    Problem(operand=n, expected="real numbers over ranks", got=str(tensor.dtype), next_step=how)
+                )
         for n in plan.looked_at:
             if n in operands and not stands_on(plan, n, operands[n]):
                 problems.append(

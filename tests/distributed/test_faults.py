@@ -72,6 +72,8 @@ def _calls(here: Rank) -> None:
     others = f"rank {ODD} cannot make this call: "
     none = "causal: plan: expected a ShardPlan, as cp.plan makes it, got NoneType"
     here.told(others + none, lambda: cp.attention(CAUSAL, q, k, v, plan=None if is_odd else plan), none)  # type: ignore[arg-type]
+    real, q8 = "query: expected real numbers over ranks, got torch.float8_e4m3fn", q.to(torch.float8_e4m3fn)
+    here.told(others + f"causal: {real}", lambda: cp.attention(CAUSAL, q8 if is_odd else q, k, v, plan=plan), real)
     unknown = "target: expected one of hopper"
     here.told(others, lambda: cp.attention(CAUSAL, q, k, v, plan=plan, target="gpu" if is_odd else None), unknown)
     here.told(f"options: rank {ODD}: target=interpret, deterministic=None; others: target=None",
@@ -97,6 +99,7 @@ def _of_dtensors(here: Rank) -> None:
     window = weft.Attention(mask=weft.q_pos - weft.kv_pos < weft.scalar("window", int), name="recent")
     q, k, v = (distribute_tensor(t, mesh, [Shard(2)]) for t in _drawn())
     others = f"rank {ODD} cannot make this call: recent: plan: window: missing"
+    here.told("x: expected a plain tensor, got a DTensor; quantise what", lambda: weft.fp8.quantize(q))
     here.told(others, lambda: window(q, k, v, **({} if here.is_odd else {"window": 5})), "window: missing")
     here.told(f"plan: rank {ODD}: ", lambda: window(q, k, v, window=6 if here.is_odd else 7))
     here.told(
