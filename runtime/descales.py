@@ -130,10 +130,21 @@ def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterat
         yield Problem(option=n, expected=_shapes(operand, tensor, pooled), got=f"shape {list(descale.shape)}")
     elif torch.compiler.is_compiling() or under_transform() or not are_plain([descale]):  # as fake tensors are not
         return
-    elif are_looked_at(descale) or checks_values():
+    else:
+        yield from _value_problems(n, descale)
+
+
+def _value_problems(name: str, descale: Tensor) -> Iterator[Problem]:
+    """What is wrong with its numbers, where these are looked at."""
+    if are_looked_at(descale) or checks_values():
         wrong = descale[~((descale > 0.0) & (descale < inf))]
         if wrong.numel():
-            yield Problem(option=n, expected="positive numbers", got=str(wrong[0].item()))
+            yield Problem(option=name, expected="positive numbers", got=str(wrong[0].item()))
+
+
+def unseen_problems(read: Mapping[str, Tensor]) -> list[Problem]:
+    """The same of descales as kernels read them: nobody sees their numbers while a call is traced or mapped."""
+    return [p for n in NAMES if (descale := read.get(n)) is not None for p in _value_problems(n, descale)]
 
 
 def _said(descale: object) -> str:

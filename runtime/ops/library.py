@@ -28,6 +28,7 @@ from ...ir.expr import Scalar
 from .. import ending, flops
 from ..call import MAIN, SCHEMA, SLOTS, Arguments, BackwardCall, Call, call_of, parse_choices
 from ..check.operands import share_problems
+from ..descales import unseen_problems
 from ..run.gradients import contiguous_like, rows_like
 from ..run.variant import Variant, check_trainable, variant_of_text
 from ..settings import default_target
@@ -75,6 +76,8 @@ def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
     call, share = _call(variant, given), variant.attention.dropout
     if isinstance(share, Scalar) and (problems := share_problems(share.name, float(call.operands[share.name]))):
         raise collected(variant.name, problems)  # unseen while a call is traced
+    if call.read and (problems := unseen_problems(call.read)):
+        raise collected(variant.name, problems)
     with named(f"weft::{variant.name}"):
         out, lse = variant.forward(call)
     return out, lse.contiguous()  # as fake tensors have it

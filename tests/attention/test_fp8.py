@@ -305,6 +305,21 @@ def test_descales_that_are_none(descale, message: str) -> None:
         assert raised.value.option == "k_descale" and (raised.value.got or raised.value.next_step)
 
 
+def test_numbers_of_descales_are_looked_at_in_graphs_and_under_vmap_too() -> None:
+    """When the op runs: a trace sees no numbers."""
+    (query, key, value), options = operands("cpu")
+    good, bad = options["k_descale"], -options["k_descale"]
+
+    def call(descale):
+        return CAUSAL(query, key, value, k_descale=descale)
+
+    compiled, mapped = torch.compile(call, backend="eager", fullgraph=True), torch.func.vmap(call)
+    assert torch.equal(compiled(good), call(good)) and torch.equal(mapped(good[None])[0], call(good))
+    for made in (lambda: compiled(bad), lambda: mapped(bad[None]), lambda: mapped(torch.stack([good, bad]))):
+        with pytest.raises(weft.WeftError, match="k_descale: expected positive numbers, got -"):
+            made()
+
+
 def test_operands_that_do_not_fit() -> None:
     (query, key, value), _ = operands("cpu")
     with pytest.raises(weft.WeftError, match="q_descale: expected None, as query is torch.bfloat16"):
