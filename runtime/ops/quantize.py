@@ -157,7 +157,8 @@ def _mapped(
     info: Any, in_dims: tuple[Any, ...], x: Tensor, rows: int, dtype: str, columns: bool
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     """A mapped dimension joins the batch, but for one descale of all: that takes a call for each."""
-    x = x.movedim(in_dims[0], 0)
+    mapped, *_ = in_dims
+    x = x.movedim(mapped, 0)
     if rows != OF_TENSOR:
         data, descale = torch.ops.weft.quantize(x.flatten(0, 1), rows, dtype, columns)
         return (data.unflatten(0, x.shape[:2]), descale.unflatten(0, x.shape[:2])), (0, 0)
