@@ -45,14 +45,14 @@ def scale_problems(
 def _given_problems(name: str, descale: object, sizes: tuple[object, object]) -> list[str]:
     """What keeps a value from being the descales of heads."""
     try:
-        found = torch.as_tensor(descale).detach()
+        found = descale.detach() if isinstance(descale, Tensor) else torch.as_tensor(descale, device="cpu")
     except (OverflowError, TypeError, ValueError, RuntimeError):
         found = torch.empty(0)
     fits = found.dim() <= 2 and all(n in (1, size) for n, size in zip(reversed(found.shape), reversed(sizes)))
     if not fits or found.is_complex() or found.dtype == torch.bool or found.is_meta:
         got = f"{list(found.shape)} on {found.device}" if isinstance(descale, Tensor) else shown(descale)
         return [f"{name}: expected a positive number, or {list(sizes)} of them, [layers, Hkv], got {got}"]
-    held = found.float()  # as kernels read it
+    held = torch.as_tensor(descale, dtype=torch.float32, device=found.device)  # as kernels read it
     if not bool(((held > 0) & held.isfinite()).all()):
         return [f"{name}: expected positive numbers that float32 holds, got {descale}"]
     return []

@@ -175,6 +175,21 @@ def test_descales_of_heads_are_given_or_made_of_the_first_rows_and_then_rows_sat
         step.options_of(2)
 
 
+@pytest.mark.parametrize("default", ["meta", torch.float16])
+def test_descales_that_are_given_are_the_same_whatever_torchs_defaults(default: object) -> None:
+    """A number lies nowhere, and has the digits of float32."""
+    given = {"kv_heads": 2, "head_dim": 16, "dtype": E4M3, "scale": "head", "k_descale": 1e-9, "v_descale": [0.1, 0.2]}
+    set_default = torch.set_default_device if default == "meta" else torch.set_default_dtype
+    try:
+        set_default(default)
+        cache = weft.kv.PagedCache(8, **given)
+    finally:
+        set_default(None if default == "meta" else torch.float32)
+    found = cache.scales.of(0, None)
+    assert found["k_descale"].flatten().tolist() == pytest.approx([1e-9] * 2)
+    assert found["v_descale"].flatten().tolist() == pytest.approx([0.1, 0.2])
+
+
 def test_a_descale_that_is_given_alone_holds_and_only_rows_that_stay_decide_the_other() -> None:
     given = {"kv_heads": 1, "head_dim": 16, "dtype": E4M3, "scale": "head"}
     cache, ones = (
