@@ -417,8 +417,10 @@ class Cache:
                 self.scales.forget()
 
     def _holds_rows(self) -> bool:
-        """Whether a sequence has rows, or may get some, or would find some again."""
-        return self._blocks.kept > 0 or any(s.length or s.step is not None for s in self._sequences.values())
+        """Whether a sequence has rows, or an open step wrote some, or a new sequence would find some again."""
+        open_steps = (s.step for s in self._sequences.values() if s.step is not None)
+        has_some = any(s.length for s in self._sequences.values()) or any(step.has_written for step in open_steps)
+        return self._blocks.kept > 0 or has_some
 
     def _publish(self, found: _Sequence) -> None:
         """Let full pages whose tokens are known be found again."""

@@ -50,6 +50,7 @@ class Step:
         self._rows = rows  # of a DenseCache: where these sequences lie
         self._appended: set[int] = set()  # layers, where append was seen to run
         self._is_watched = True  # what a compiled function appends is not seen
+        self.has_written = False  # rows of its own, or a fixed step did for it
         self._all_full = state != "fixed" and all(end - start == self.length for start, end in zip(starts, ends))
         self._has_rows = starts != ends  # of a fixed step: of those that filled it
 
@@ -128,6 +129,7 @@ class Step:
             cache.scales.append(cache, layer, key, value, self.slots, self._has_rows)
         else:
             append_rows(key, value, cache.keys(layer), cache.values(layer) if cache.has_values else None, self.slots)
+        self.has_written = True
         if torch.compiler.is_compiling():
             self._is_watched = False
         else:
@@ -156,6 +158,7 @@ class Step:
                 f"{counted(there[2], 'page')}, got {list(given)}"
             )
         self._has_rows = self._has_rows or step._has_rows
+        step.has_written = True
         self.slots.fill_(-1)
         self.q_lens.zero_()
         self.kv_lens.zero_()

@@ -214,6 +214,25 @@ def test_a_descale_that_is_given_alone_holds_and_only_rows_that_stay_decide_the_
     assert cache.view([sequence]).options_of(0)["v_descale"].item() == pytest.approx(16 / 448)
 
 
+@pytest.mark.parametrize("wrote", [False, True])
+def test_rows_of_a_cancelled_step_decide_for_no_other_that_is_open(wrote: bool) -> None:
+    """But where that one wrote rows already: they are stored with these descales."""
+    cache, ones = weft.kv.PagedCache(8, kv_heads=1, head_dim=16, dtype=E4M3, scale="head"), torch.ones(1, 1, 4, 16)
+    steps = [cache.extend([cache.allocate()], [4]) for _ in range(2)]
+    steps[0].append(0, 100 * ones, 100 * ones)
+    if wrote:
+        steps[1].append(0, ones, ones)
+    steps[0].cancel()
+    if not wrote:
+        steps[1].append(0, ones, ones)
+    steps[1].commit()
+    found = cache.view(steps[1].sequences)
+    assert found.options_of(0)["k_descale"].item() == pytest.approx((200 if wrote else 2) / 448)
+    stored = found.keys()[int(found.block_table[0, 0]), :, :4].float()
+    real = stored * found.options_of(0)["k_descale"][0]
+    assert real.flatten().tolist() == pytest.approx([1.0] * 64, rel=2.0**-4)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("scale", ["token", "head"])
 def test_what_is_appended_saturates_and_nan_stays(scale: str, target: str) -> None:
