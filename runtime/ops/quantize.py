@@ -315,11 +315,12 @@ def dequantize_latent(
 def _room_for_latent(
     parts: Sequence[Tensor], descale: Tensor | None, table: Tensor | None, kv_lens: Tensor | None, dtype: str
 ) -> Tensor:  # fmt: skip
-    blocks, heads, rows, _ = parts[0].shape
+    first, *_ = parts
+    blocks, heads, rows, _ = first.shape
     if table is not None:
         blocks, rows = table.shape[0] * large_pages(table, rows), LARGEST_PAGE
     width = sum(t.shape[3] for t in parts)
-    return torch.empty((blocks, heads, rows, width), dtype=dtype_named(dtype).torch, device=parts[0].device)
+    return torch.empty((blocks, heads, rows, width), dtype=dtype_named(dtype).torch, device=first.device)
 
 
 def _latent_by_kernel(
@@ -340,8 +341,9 @@ def _latent_by_kernel(
 def _latent_on_gpu(
     parts: Sequence[Tensor], descale: Tensor | None, table: Tensor | None, kv_lens: Tensor | None, dtype: str
 ) -> Tensor:  # fmt: skip
-    with torch.cuda.device(parts[0].device):  # Triton launches on the current one
-        return _latent_by_kernel(parts, descale, table, kv_lens, dtype, parts[0].get_device())
+    first, *_ = parts
+    with torch.cuda.device(first.device):  # Triton launches on the current one
+        return _latent_by_kernel(parts, descale, table, kv_lens, dtype, first.get_device())
 
 
 def _latent_on_cpu(

@@ -106,7 +106,7 @@ def test_flops_follow_the_published_convention():
 
 def test_the_rows_of_fp8_operands() -> None:
     columns, rows = ([r for r in FP8 if r.fp8 == layout] for layout in ("columns", "rows"))
-    assert len(columns) == len(rows) == 11 and len(FP8) == 22 == len({r.name for r in FP8})
+    assert len(columns) == len(rows) == 13 and len(FP8) == 26 == len({r.name for r in FP8})
     assert [r.name.removesuffix(" FP8, values by columns") for r in columns] == [
         "D128 H16 S8192 causal", "D128 H16 S8192 full", "D128 H16 S16384 causal", "D64 H32 S8192 causal",
         "D256 H8 S8192 causal", "D256 H8 S8192 full", "D192/128 H16 S8192 causal", "D128 H16 S8192 softcap 20",
