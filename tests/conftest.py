@@ -3,10 +3,11 @@ mode of torch on for those after it."""
 
 import contextlib
 import gc
+import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,36 @@ os.environ.setdefault("WEFT_CACHE_DIR", str(Path(__file__).parents[1] / "build" 
 def pytest_configure() -> None:
     """Nothing that is imported is garbage."""
     gc.disable()
+    inspect.getblock = block_of_text(inspect.getblock)
+
+
+def block_of_text(tokenized: Callable[[list[str]], list[str]]) -> Callable[[list[str]], list[str]]:
+    """inspect.getblock, which reads each text of a function once.
+
+    Triton asks it for every function of every module that is loaded, and most of these are the same in all modules.
+    """
+    known: dict[str, int] = {}
+
+    def found(lines: list[str]) -> list[str]:
+        text = "".join(lines[: end_of_function(lines)])
+        if text not in known:
+            block = tokenized(lines)
+            if len("".join(block)) > len(text):  # what looks like its end is in a text of many lines
+                return block
+            known[text] = len(block)
+        return lines[: known[text]]
+
+    return found
+
+
+def end_of_function(lines: list[str]) -> int:
+    """Where the first line begins that is no part of the function at the top."""
+    begun = False
+    for at, line in enumerate(lines):
+        if begun and line[:1] not in " )#\n":
+            return at
+        begun = begun or line.startswith("def ")
+    return len(lines)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
