@@ -66,4 +66,10 @@ def _text(formula: Formula, filled: tuple[tuple[str, float], ...], own_value: bo
     for stored, whole in (("Du", "Dv"), ("Cu", "Cv")):
         letters[stored] = letters[whole] if own_value else 0
     # A sympy symbol behaves like the number that it stands for, which is all that a formula relies on.
-    return str(sympy.sstr(sympy.sympify(formula(Sizes(**letters)))))
+    return _printed(sympy.sympify(formula(Sizes(**letters))))
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _printed(expression: sympy.Basic) -> str:
+    """Formulas of many plans are the same expression, and to print one takes longer than to make it."""
+    return str(sympy.sstr(expression))

@@ -93,6 +93,8 @@ class Kernel:
 
     def spills_in_loops(self) -> int:
         """Loads and stores of spilled registers in those loops, which is where a spill costs time."""
+        if "\n    0 bytes stack frame" in self.log:  # there is no memory that a thread could spill to
+            return 0
         return sum(count_opcode("(?:LDL|STL)", loop) for loop in self.product_loops())
 
     def inner_loops(self) -> list[list[str]]:
