@@ -9,11 +9,13 @@ variant sees neither the switch nor what it switches off. Lines that stay are as
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
 
 _SWITCH = re.compile(r"^([A-Z][A-Z0-9_]*) = (?:gl|tl)\.constexpr\((True|False)\)(?:  #.*)?$", re.MULTILINE)
+_BEGINS = re.compile(r"\n\n+(?=[@A-Za-z_])(?!else\b|elif\b)")  # a statement of a module, behind blank lines
 _LEAVES = (ast.Name, ast.Constant, ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.boolop)
 _ROUNDS = 16  # branches within branches, at most
 Switches: TypeAlias = "dict[str, bool]"
@@ -39,19 +41,16 @@ def decided(text: str) -> str:
     if not switches:
         return text
     named = re.compile(rf"\b(?:{'|'.join(switches)})\b")
-    try:
-        parts = [_settled(part, switches, named) for part in _statements(f"{text}\n")]
-        return _without_unused("".join(parts)[:-1], switches, named)
-    except SyntaxError:  # `generate` says so, and shows the lines
-        return text
+    for parts in (_statements(text), [text]):  # the whole where what looks like a statement is in a string
+        with contextlib.suppress(SyntaxError):  # in the whole: `generate` says so, and shows the lines
+            return "".join(_without_unused([_settled(p, switches, named) for p in parts], switches, named))
+    return text
 
 
 def _statements(text: str) -> list[str]:
-    """The statements of a module, each with the lines in front of it; what shares a line stays together."""
-    ends = [_lines(node) for node in ast.parse(text).body]
-    cuts = [end for (_, end), (begin, _) in pairwise(ends) if end < begin]
-    lines = text.split("\n")
-    return ["\n".join([*lines[a:b], ""]) for a, b in zip([0, *cuts], [*cuts, len(lines) - 1])]
+    """The statements of a module, those between blank lines together."""
+    cuts = [found.end() for found in _BEGINS.finditer(text)]
+    return [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
 
 
 def _lines(node: ast.stmt) -> tuple[int, int]:
@@ -186,12 +185,16 @@ def _outdented(lines: list[str]) -> list[str]:
     return [line.removeprefix("    ") for line in lines]
 
 
-def _without_unused(text: str, switches: Switches, named: re.Pattern[str]) -> str:
+def _without_unused(parts: list[str], switches: Switches, named: re.Pattern[str]) -> list[str]:
     """Without the switches that nothing reads any more."""
-    lines = text.split("\n")
-    if named.search("\n".join(line for line in lines if not _SWITCH.match(line))):
-        tree = ast.walk(ast.parse(text))
-        read = {node.id for node in tree if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    else:
-        read = set()
-    return "\n".join(line for line in lines if not ((m := _SWITCH.match(line)) and m[1] in switches.keys() - read))
+    read = set[str]()
+    for part in parts:
+        if named.search("\n".join(line for line in part.split("\n") if not _SWITCH.match(line))):
+            names = (node for node in ast.walk(ast.parse(part)) if isinstance(node, ast.Name))
+            read |= {name.id for name in names if isinstance(name.ctx, ast.Load)}
+    unused = switches.keys() - read
+
+    def stays(line: str) -> bool:
+        return not ((found := _SWITCH.match(line)) and found[1] in unused)
+
+    return ["\n".join(filter(stays, part.split("\n"))) for part in parts]

@@ -17,6 +17,9 @@ _OPERATORS = {sign: n for n, signs in enumerate(("|", "&", "+-", "*/"), 1) for s
 _STRING = re.compile(r'"""|"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'')
 
 
+_COMMENT = re.compile(r"#.*")
+
+
 class _Break(NamedTuple):
     """A comma, after which a line may be broken, or the space before an operator."""
 
@@ -50,7 +53,7 @@ def fitted(text: str, width: int = WIDTH) -> str:
             *rows, last = _comment(line, width)
             found += [*rows, *_handed_on(last, lines, n + 1)]
         else:
-            depth += sum(map(_opens, uncounted))
+            depth += _opens("\n".join(uncounted))
             uncounted.clear()
             found += _code(line, width, depth > 0)
         parts = line.split('"""')
@@ -72,15 +75,15 @@ def _handed_on(words: str, lines: list[str], n: int) -> list[str]:
     return []
 
 
-def _opens(line: str) -> int:
-    """How many more brackets a line opens than it closes."""
-    code = _masked(line).split("#")[0]
+def _opens(lines: str) -> int:
+    """How many more brackets lines open than they close."""
+    code = _COMMENT.sub("", _masked(lines))
     return sum(code.count(sign) for sign in "([{") - sum(code.count(sign) for sign in ")]}")
 
 
-def _masked(line: str) -> str:
-    """The line with strings blotted out."""
-    return _STRING.sub(lambda text: "_" * len(text[0]), line)
+def _masked(text: str) -> str:
+    """The text with strings blotted out."""
+    return _STRING.sub(lambda found: "_" * len(found[0]), text)
 
 
 def _words(line: str, width: int) -> list[str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from weft.runtime.call import SCHEMA, SLOTS
 from weft.runtime.options import OPTIONS, taken
 from weft.runtime.run import prepared
 
+from .. import fresh
 from .. import options as written
 
 ROOT = Path(__file__).parents[2]
@@ -144,8 +143,8 @@ def with_a_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_option_of_one_line_reaches_a_kernel_and_is_refused_where_none_reads_it(with_a_toy: Path) -> None:
-    env = {"PYTHONPATH": str(with_a_toy), "WEFT_CACHE_DIR": str(with_a_toy / "cache"), "PATH": ""}
-    ran = subprocess.run([sys.executable, "-c", WITH_A_TOY], env=env, capture_output=True, text=True, cwd=with_a_toy)
+    env = {"WEFT_CACHE_DIR": str(with_a_toy / "cache"), "PATH": ""}
+    ran = fresh.run(WITH_A_TOY, env=env, cwd=with_a_toy)  # where the package is found first
     assert ran.returncode == 0, ran.stderr
     call, plan, backward, reference = ran.stdout.splitlines()
     assert call == plan == "target cpu has no kernel that reads toy"
