@@ -63,10 +63,10 @@ def execute_interpreted(text: str, module: ModuleType) -> None:
     """
     tree, written = ast.parse(text), set()
     for function in tree.body:
-        if isinstance(function, ast.FunctionDef) and _JITS & {*map(ast.unparse, function.decorator_list)}:
-            function.body = [_ASSIGNMENTS.visit(part) for part in function.body]
+        if isinstance(function, ast.FunctionDef) and _JITS & {*map(_dotted, function.decorator_list)}:
+            _assign_tiles(function.body)
             written.add(function.name)
-    code = compile(ast.fix_missing_locations(tree), str(module.__file__), "exec", dont_inherit=True)
+    code = compile(tree, str(module.__file__), "exec", dont_inherit=True)
     with _knob_set():
         exec(code, module.__dict__)
     for name, value in vars(interpreter).items():
@@ -76,6 +76,30 @@ def execute_interpreted(text: str, module: ModuleType) -> None:
             if value.__name__ in written:
                 InterpretedFunction.rewritten_fn[value.fn] = value.fn
             value.run = _isolated(value.run)
+
+
+def _dotted(name: ast.expr) -> str:
+    """The text of a name; "" of another expression."""
+    if isinstance(name, ast.Attribute):
+        return f"{_dotted(name.value)}.{name.attr}"
+    return name.id if isinstance(name, ast.Name) else ""
+
+
+def _place(node: ast.stmt) -> dict[str, Any]:
+    return {name: getattr(node, name) for name in ("lineno", "col_offset", "end_lineno", "end_col_offset")}
+
+
+def _assign_tiles(statements: list[ast.stmt]) -> None:
+    """Write these, and those in them, as Triton would. Expressions, which are most of a tree, are not walked."""
+    for statement in statements:
+        if isinstance(statement, ast.Assign):
+            value, statement.value = statement.value, ast.Constant(None)
+            made: Any = _ASSIGNMENTS.visit_Assign(statement).value
+            for node in ast.walk(made):
+                node.__dict__.update(_place(statement))
+            made.args[0] = value
+        for within in ("body", "orelse", "finalbody"):
+            _assign_tiles(getattr(statement, within, []))
 
 
 def _isolated(run: Callable[..., None]) -> Callable[..., None]:
