@@ -31,7 +31,7 @@ def check(seed: str, target: str) -> None:
         assert event.kind != "declaration raised", event.message
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", CPU)
 def test_cpu(seed):
     check(seed, "cpu")
