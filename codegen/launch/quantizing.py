@@ -15,7 +15,8 @@ from .scaled import shift_of
 MODULE, QUANTIZE, APPEND = "quantize", "quantize_rows", "append_quantized"
 DEQUANTIZE, OF_PAGES = "dequantize_rows", "dequantize_pages"
 OF_TENSOR, OF_HEAD = -1, 0  # in place of the rows of a block: one descale for all, or for each head
-_ROWS, _ROWS_OF_REAL, _ROWS_OF_STEP = 32, 64, 8  # of a program, of a tensor, its real numbers, new rows of a cache
+_ROWS, _ROWS_OF_STEP = 32, 8  # of a program, of a tensor, new rows of a cache
+_REAL = 4096  # real numbers of a program: two loads of 16 bytes a thread
 
 
 class Quantizing:
@@ -63,11 +64,11 @@ class Quantizing:
         strides = (*data.stride(), *of_scales, x.stride(2))
         steps = _joined([*data.stride()[:2], data.stride(3 if columns else 2)])
         constants = {
-            "ROWS": _ROWS_OF_REAL, "SHARE": share, "WIDTH": width, "BLOCK": next_power(width), "COLUMNS": columns,
-            "ALIGNED": (data.data_ptr() | steps) & 15 == 0, "SCALED": descale is not None,
+            "ROWS": _rows_of_real(width), "SHARE": share, "WIDTH": width, "BLOCK": next_power(width),
+            "COLUMNS": columns, "ALIGNED": (data.data_ptr() | steps) & 15 == 0, "SCALED": descale is not None,
             "EVEN": _is_even(x),
         }  # fmt: skip
-        programs = -(-length // _ROWS_OF_REAL) * batches * heads
+        programs = -(-length // _rows_of_real(width)) * batches * heads
         self._launch(DEQUANTIZE, (data, x, scales), (heads, length), strides, constants, programs)
 
     def real_pages(
@@ -82,16 +83,17 @@ class Quantizing:
             pool = pool.contiguous()
         blocks, heads, page, width = pool.shape
         many, _, large, _ = x.shape
+        rows = min(_rows_of_real(width), large)
         scales = x.new_ones((1, 1, 1, 1), dtype=torch.float32) if descale is None else descale
         steps = pool.stride()[:3]
         constants = {
-            "ROWS": min(_ROWS_OF_REAL, large), "LARGE": large, "WIDTH": width, "BLOCK": next_power(width),
+            "ROWS": rows, "LARGE": large, "WIDTH": width, "BLOCK": next_power(width),
             "ALIGNED": (pool.data_ptr() | _joined(steps)) & 15 == 0, "SCALED": descale is not None,
             "EVEN": _is_even(x),
         }  # fmt: skip
         sizes = heads, many // table.shape[0], page, page * table.shape[1]
         strides = (table.stride(0), *steps, *scales.expand(blocks, heads, page, 1).stride()[:3], x.stride(2))
-        programs = many * heads * (large // min(_ROWS_OF_REAL, large))
+        programs = many * heads * (large // rows)
         self._launch(OF_PAGES, (table, kv_lens, pool, x, scales), sizes, strides, constants, programs)
 
     # -- new rows of a cache -------------------------------------------------------------------------------------------
@@ -160,6 +162,10 @@ class Quantizing:
         """What launches a kernel for tensors of one kind."""
         types = [*[t.dtype for t in tensors], *[1] * n_sizes, *[WIDE] * n_strides]
         return self._kernels.prepared(name, types, constants, warps)
+
+
+def _rows_of_real(width: int) -> int:
+    return max(8, min(64, _REAL // next_power(width)))
 
 
 def _is_even(x: Tensor) -> bool:

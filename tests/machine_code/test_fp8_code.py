@@ -196,3 +196,19 @@ def test_products_of_fp8_in_parts_spill_little() -> None:
     kernels = compiled((E4M3,) * 3, width=256, value_width=256, target="hopper", sequences="packed")
     forward, turning = kernels["flash_forward"], kernels["turn_values"]
     assert forward.spilled <= 300 and turning.spilled == 0 and forward.serialised == []
+
+
+@pytest.mark.parametrize("name", ["dequantize_rows", "dequantize_pages"])
+@pytest.mark.parametrize("width", [128, 512])
+def test_copies_in_16_bits_move_16_bytes_at_a_time(width: int, name: str) -> None:
+    """And a row's descale is one load of a thread. Numbers that were stored one by one moved at 1.7 TB/s of 4.2."""
+    tensors = {"data": E4M3, "x": torch.bfloat16, "descale": torch.float32}
+    constants = {"ROWS": 4096 // width, "WIDTH": width, "BLOCK": width, "ALIGNED": True, "SCALED": True, "EVEN": True}
+    if name == "dequantize_pages":
+        tensors |= {"table": torch.int32, "kv_lens": torch.int32}
+        constants |= {"LARGE": 256}
+    else:
+        constants |= {"SHARE": 1, "COLUMNS": False}
+    kernel = fixed.fixed("quantize", name, tensors, constants)
+    assert kernel.count(r"st\.global\.v4") == kernel.count(r"st\.global") == 4
+    assert kernel.count(r"ld\.global\.v4") == 2 and kernel.spilled == 0 and kernel.count(r"ld\.global") <= 13
