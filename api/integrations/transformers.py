@@ -154,21 +154,7 @@ def attention(
     query, key, value = (readable(given) for given in (query, key, value))
     if isinstance(scaling, Tensor):
         query, scaling = query * scaling, 1.0
-    if isinstance(attention_mask, Mask) and (written(attention_mask) or of_one_query(attention_mask.rule, query)):
-        attention_mask = tensor_of(attention_mask)
-    if isinstance(attention_mask, Mask):
-        rule, attention_mask = attention_mask.rule, None
-    else:
-        over_ranks.refuse_inside("expected the mask that transformers makes inside, got a tensor or none")
-        rule = besides(attention_mask, module, query, key, is_causal)
-    if rule.hides_nothing:
-        rule = Rule((query.shape[0], 1, query.shape[2], key.shape[2]))
-    if rule.shape[3] > key.shape[2]:  # layers under "eager" cut it
-        rule = rule.of_first_keys(key.shape[2])
-    if rule.shape[2:] != (query.shape[2], key.shape[2]):
-        raise WeftError(
-            f"{NAME}: attention_mask: expected one of {query.shape[2]} queries and {key.shape[2]} keys, got {rule}"
-        )
+    rule, attention_mask = rule_of(attention_mask, module, query, key, is_causal)
     pairs = {
         name: by_pair(name, given, query, key)
         for name, given in (("position_bias", position_bias), ("attention_mask", attention_mask))
@@ -204,6 +190,31 @@ def attention(
     else:
         out = rule.over.attention(variant, query, key, value, operands, call["deterministic"])
     return out.transpose(1, 2).contiguous(), None
+
+
+def rule_of(
+    attention_mask: Mask | Tensor | None, module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None
+) -> tuple[Rule, Tensor | None]:  # fmt: skip
+    """The rule that hides pairs of these queries and keys, and the mask where that is a tensor besides.
+
+    Raises WeftError for a mask of other lengths.
+    """
+    if isinstance(attention_mask, Mask) and (written(attention_mask) or of_one_query(attention_mask.rule, query)):
+        attention_mask = tensor_of(attention_mask)
+    if isinstance(attention_mask, Mask):
+        rule, attention_mask = attention_mask.rule, None
+    else:
+        over_ranks.refuse_inside("expected the mask that transformers makes inside, got a tensor or none")
+        rule = besides(attention_mask, module, query, key, is_causal)
+    if rule.hides_nothing:
+        rule = Rule((query.shape[0], 1, query.shape[2], key.shape[2]))
+    if rule.shape[3] > key.shape[2]:  # layers under "eager" cut it
+        rule = rule.of_first_keys(key.shape[2])
+    if rule.shape[2:] != (query.shape[2], key.shape[2]):
+        raise WeftError(
+            f"{NAME}: attention_mask: expected one of {query.shape[2]} queries and {key.shape[2]} keys, got {rule}"
+        )
+    return rule, attention_mask
 
 
 def of_one_query(rule: Rule, query: Tensor) -> bool:
