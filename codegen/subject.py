@@ -55,7 +55,7 @@ class Subject(Planned):
     @property
     def descales(self) -> bool:
         """Whether scores are handed products of FP8 numbers; a factor of all of a score has descales in it."""
-        is_fp8 = bool(self.signature.dtypes.quantized) and self.target.multiplies_fp8
+        is_fp8 = "query" in self.signature.dtypes.quantized and self.target.multiplies_fp8
         return is_fp8 and self.facts.linear_scale is None
 
     @cached_property

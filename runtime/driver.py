@@ -282,10 +282,10 @@ def why_not(target: Target, algorithm: Algorithm, signature: Signature, facts: F
 
 
 @lru_cache(maxsize=256)
-def multiplying_fp8(attention: Attention, signature: Signature) -> tuple[Target, ...]:
-    """The targets whose forward multiplies the FP8 operands of such calls as they are stored."""
+def reading_fp8(attention: Attention, signature: Signature, algorithm: Algorithm) -> tuple[Target, ...]:
+    """The targets whose forward reads the FP8 operands of such calls at the full rate of its products."""
     own = (target for target in targets() if target.multiplies_fp8)
-    return tuple(t for t in own if why_not(t, "flash", signature, facts_of(attention)) is None)
+    return tuple(t for t in own if why_not(t, algorithm, signature, facts_of(attention)) is None)
 
 
 def available() -> dict[str, str | None]:

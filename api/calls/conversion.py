@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..codegen.torch_private import constant_while_tracing, under_transform
-from ..compiler.planning.conversion import pays
+from ..compiler.planning.conversion import OF_HEADS, OF_LATENT, OF_LATENT_IN_SRAM, pays
 from ..compiler.planning.machines.hardware import Hardware, for_device
 from ..compiler.planning.signature import Described, Signature, Widths, signature_of
 from ..compiler.planning.sources import kind_named
@@ -47,7 +47,7 @@ def converted(
     if are_multiplied(variant, arch, named, options):
         return main, options
     rope = main.rope
-    if not is_convertible(named, options, operands, rope) or not is_faster(arch, named, options, rope):
+    if not is_convertible(named, options, operands, rope) or not is_faster(variant, arch, named, options, rope):
         return main, options
     table, kv_lens = options.block_table, options.kv_lens
     descales.refuse_bare(name, named, options)
@@ -88,7 +88,7 @@ def scaled(
     read = descales.at_hand(options)
     if read is not None:
         call.read = read or None
-        found = dispatch.again(variant, call, partial(grows, call, options))
+        found = dispatch.again(variant, call, partial(grows, variant, call, options))
         if found is not None:
             return call, found
     main = Main(call.query, key, value, call.rope)
@@ -102,14 +102,14 @@ def scaled(
     return Call(*made, call.operands, sequences, choices, call.head_dim, call.read), None
 
 
-def grows(call: Call, options: CallOptions) -> bool:
+def grows(variant: Variant, call: Call, options: CallOptions) -> bool:
     """Whether a call that is like one before in all but its keys has descales that fit, and takes no copies either."""
     main, read = {"query": call.query, "key": call.key, "value": call.value}, call.read or {}
     for operand, name in descales.OF.items():
         tensor = main[operand]
         if name in read and (tensor is None or not descales.fits(operand, tensor, read[name], pooled=False)):
             return False
-    return not is_faster(_arch_of(call.query.device), main, options, call.rope)
+    return not is_faster(variant, _arch_of(call.query.device), main, options, call.rope)
 
 
 @constant_while_tracing
@@ -178,6 +178,46 @@ def are_multiplied(variant: Variant, arch: str, main: descales.Main, options: Ca
     return any(t.misfit(signature, call) is None for t in multiplying[0])
 
 
+def _is_made_in_sram(
+    variant: Variant, arch: str, main: descales.Main, options: CallOptions, rope: Tensor | None
+) -> bool:  # fmt: skip
+    """Whether a target makes tiles of this latent cache 16-bit numbers in SRAM."""
+    query, key = main["query"], main["key"]
+    if query is None or key is None or rope is None or not query.dim() == key.dim() == rope.dim() == 4:
+        return False
+    kind = "packed" if options.cu_seqlens_q is not None else "lengths" if options.are_ragged else "dense"
+    if options.block_table is not None:
+        kind = "packed_paged" if options.cu_seqlens_q is not None else "paged"
+    widths = query.shape[3], key.shape[3], rope.shape[3]
+    dtypes = query.dtype, key.dtype, options.out_dtype
+    asked = variant.text, arch, dtypes, widths, _has_rows(options.k_descale), kind
+    if torch.compiler.is_compiling():  # addresses are not known
+        return _is_reading_latents(*asked)
+    targets, signature = _reading_latents(*asked)
+    call: Any = SimpleNamespace(query=query, key=key, value=None, rope=rope)
+    return any(t.misfit(signature, call) is None for t in targets)
+
+
+@constant_while_tracing
+def _is_reading_latents(*asked: Any) -> bool:
+    return bool(_reading_latents(*asked)[0])
+
+
+@lru_cache(maxsize=256)
+def _reading_latents(
+    text: str, arch: str, dtypes: tuple[Any, ...], widths: tuple[int, int, int], by_rows: bool, kind: str
+) -> tuple[tuple[Target, ...], Signature]:
+    """The targets that read latent vectors in FP8 and multiply 16-bit numbers at their rate, and the calls' signature."""
+    attention, (*given, out) = variant_of_text(text).attention, dtypes
+    query, key = (torch.empty(0, dtype=dtype) for dtype in given)
+    named = dtypes_of(attention, query, key, None, descales.out_name(PLAIN.having(out_dtype=out)))
+    scaled = frozenset({"k_descale"} if by_rows else ())
+    own = Widths(widths[0], widths[1], widths[2], value_is_key=True)
+    described = Described("forward", arch, named.products, own, kind_named(kind), scaled_rows=scaled, dtypes=named)
+    signature = signature_of(described, masked=False, sums_pairs=False)
+    return driver.reading_fp8(attention, signature, "split_kv"), signature
+
+
 def _has_rows(descale: Any) -> bool:
     """Whether a descale is that of rows."""
     return isinstance(descale, Tensor) and descale.dim() > 1 and descale.shape[-2] > 1
@@ -201,7 +241,7 @@ def _multiplying(
     sequences = kind_named(kind)
     described = Described("forward", arch, named.products, widths, sequences, scaled_rows=by_rows, dtypes=named)
     signature = signature_of(described, masked=False, sums_pairs=False)
-    targets = driver.multiplying_fp8(attention, signature)
+    targets = driver.reading_fp8(attention, signature, "flash")
     return (targets, signature) if targets else None
 
 
@@ -218,7 +258,9 @@ def _are_pages(given: Sequence[Tensor], options: CallOptions) -> bool:
     return 0 < rows * given[1].shape[1] * columns * HALF.itemsize <= MOST_COPIED
 
 
-def is_faster(arch: str, main: descales.Main, options: CallOptions, rope: Tensor | None = None) -> bool:
+def is_faster(
+    variant: Variant, arch: str, main: descales.Main, options: CallOptions, rope: Tensor | None = None
+) -> bool:  # fmt: skip
     """Whether copies pay, as if all pairs of a sequence were visible, and all pages of a table used."""
     query, key, value = main["query"], main["key"], main["value"]
     assert query is not None and key is not None
@@ -229,7 +271,12 @@ def is_faster(arch: str, main: descales.Main, options: CallOptions, rope: Tensor
         rows = options.block_table.shape[1] * key.shape[2]
     pairs = query.shape[0] * query.shape[1] * query.shape[2] * rows
     columns = key.shape[3] + (key if value is None else value).shape[3] + (0 if rope is None else rope.shape[3])
-    return pays(arch, 2.0 * pairs * columns, _copied_bytes(main, options, rope), value is None)
+    flops, copied = 2.0 * pairs * columns, _copied_bytes(main, options, rope)
+    if value is not None:
+        return pays(arch, flops, copied, OF_HEADS)
+    if not pays(arch, flops, copied, OF_LATENT):
+        return False
+    return pays(arch, flops, copied, OF_LATENT_IN_SRAM) or not _is_made_in_sram(variant, arch, main, options, rope)
 
 
 def _copied_bytes(main: descales.Main, options: CallOptions, rope: Tensor | None) -> int:

@@ -329,8 +329,9 @@ def _converted(
     own = PLAIN.having(**{n: options.get(n) for n in names}, target=target, schedule=schedule)
     if (value is None and not absorbed) or not conversion.is_convertible(main, own, options, rope):
         return operands, options, ()
-    if not conversion.is_faster(machine.arch, main, own, rope) or conversion.are_multiplied(
-        variant_of(attention), machine.arch, main, own
+    variant = variant_of(attention)
+    if not conversion.is_faster(variant, machine.arch, main, own, rope) or conversion.are_multiplied(
+        variant, machine.arch, main, own
     ):
         return operands, options, ()
     table = own.block_table

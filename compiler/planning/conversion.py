@@ -7,17 +7,20 @@ faster; the copies then cost little. The figures are those of one H100 (docs/exp
 
 from __future__ import annotations
 
-_OF_FP8, _OF_16_BITS = 150e12, 600e12  # FLOP/s of the two kinds of kernels
-_OF_LATENT = 80e12  # of those that read latent caches of FP8, which have tiles of 512 columns and 32 keys
+OF_HEADS, _OF_16_BITS = 150e12, 600e12  # FLOP/s of the two kinds of kernels
+OF_LATENT = 80e12  # of those that read latent caches of FP8, which have tiles of 512 columns and 32 keys
+OF_LATENT_IN_SRAM = 400e12  # of those that make tiles of such a cache 16-bit numbers in SRAM
 _COPIED = 2e12  # bytes/s, read and written
 _LAUNCHED = 50e-6  # seconds that the copies take the host
 
 
-def pays(arch: str, flops: float, copied: int, latent: bool = False) -> bool:
+def pays(arch: str, flops: float, copied: int, rate: float = OF_HEADS) -> bool:
     """Whether a call of so many FLOPs is faster with copies that read and write so many bytes.
+
+    rate: FLOP/s of the kernels that read its operands in FP8.
 
     >>> pays("sm_90", 4e9 * 128, 3 << 25), pays("sm_90", 4e8, 3 << 25)
     (True, False)
     """
-    gained = flops * (1 / (_OF_LATENT if latent else _OF_FP8) - 1 / _OF_16_BITS)
+    gained = flops * (1 / rate - 1 / _OF_16_BITS)
     return arch == "sm_90" and gained > copied / _COPIED + _LAUNCHED

@@ -10,7 +10,7 @@ from ....compiler.analysis.tiles.facts import Facts
 from ....compiler.planning.by_distance import tables_in
 from ....compiler.planning.form import Form
 from ....compiler.planning.plan import CodePlan
-from ....compiler.planning.signature import Dtypes, Offset
+from ....compiler.planning.signature import Dtypes, Offset, Signature
 from ....compiler.planning.target import Printing
 from ....ir.expr import Expr, Load, Symbol
 from ....ir.walk import nodes
@@ -128,7 +128,10 @@ class LatentConfig:
     piece: int  # columns of a piece of a tile
     loads_at_positions: bool  # the variant reads tensors at positions
     slots: int  # for pieces of keys
+    stored: int  # for pieces in FP8, of which the producer makes those above; 0: keys have 16 bits
     prefetch: bool  # keys are brought to L2 two tiles early
+    descales: list[str]  # options of the call: "k_descale"
+    scaled_rows: bool  # it is numbers of rows
 
 
 # -- a backward --------------------------------------------------------------------------------------------------------
@@ -214,9 +217,14 @@ def _forward(code: CodePlan, facts: Facts) -> Forward:
         ForwardConfig, form, head_dim=widths.head_dim, value_dim=widths.value_dim, columns=columns,
         value_columns=value_columns, loads_at_positions=facts.loads_at_positions, pieces=pieces_of(form, widths)[0],
         turned_keys=TURNED_KEYS, turning_warps=turning_warps(value_columns),
-        descales=[n for n in ("q_descale", "k_descale", "v_descale") if n in code.signature.options],
+        descales=_descales(code.signature),
     )  # fmt: skip
     return Forward(config, forward_program(form, held_by(code, facts)))
+
+
+def _descales(signature: Signature) -> list[str]:
+    """The descales that a call has."""
+    return [n for n in ("q_descale", "k_descale", "v_descale") if n in signature.options]
 
 
 def _latent(code: CodePlan, facts: Facts) -> Latent:
@@ -225,6 +233,7 @@ def _latent(code: CodePlan, facts: Facts) -> Latent:
     config = _with_form(
         LatentConfig, form, head_dim=widths.head_dim, rank=widths.value_dim, rope=widths.head_dim - widths.value_dim,
         piece=form.piece, rotary=ROTARY_COLUMNS, loads_at_positions=facts.loads_at_positions,
+        descales=_descales(code.signature), scaled_rows="k_descale" in code.signature.scaled_rows,
     )  # fmt: skip
     return Latent(config, latent_program(form, held_by(code, facts)), many=not code.signature.few_queries)
 

@@ -115,6 +115,7 @@ class HopperLatentForm(Form):
     """
 
     slots: int = number("p", default=11)  # for pieces of keys
+    stored: int = number("r", default=0, left_out=0)  # for pieces in FP8, of which the producer makes those above
     # where several tiles of rows share keys
     ordered: bool = switch("ordered")  # products with values wait for the scores of the next tile
     prefetch: bool = switch("prefetch")  # keys are brought to L2 two tiles early, where queries are few

@@ -10,9 +10,10 @@ from ....compiler.planning.segments import Segments
 from ....compiler.planning.signature import Signature
 from ....compiler.planning.target import CallTensors
 from ...launch.descriptors import is_ragged_readable, is_readable
-from .forms import ROWS, HopperLatentForm
+from .forms import NARROW_COLUMNS, PIECE_COLUMNS, ROWS, HopperLatentForm
 from .kernels.latent import ROTARY_COLUMNS
 
+SLOTS_BESIDE_FP8 = 9  # for pieces of keys, beside as many in FP8 as a tile has
 LEAST_PAGE = 8  # rows of the pattern in which tiles are swizzled in SRAM
 
 
@@ -32,6 +33,8 @@ def latent_misfit(signature: Signature, call: CallTensors) -> str | None:
             "hopper: key: its address and strides must be multiples of 16 bytes for the tensor memory accelerator"
             + (", and blocks or batch rows must lie a whole number of rows apart" if ragged else "")
         )
+    if call.rope is not None and not (is_ragged_readable(call.rope) if ragged else is_readable(call.rope)):
+        return "hopper: rope: its address and strides must be as those of the key"
     page = call.key.shape[2]
     if signature.sequences.keys.pooled and page < LEAST_PAGE:
         return small_pages(page)
@@ -45,6 +48,16 @@ def small_pages(page: int) -> str:
     )
 
 
+def best_latent_form(signature: Signature) -> HopperLatentForm:
+    """The form that measured best (docs/experiments). Keys in FP8 take SRAM of their own, and time of the producer."""
+    rank = signature.widths.value_dim
+    narrow = rank % (2 * PIECE_COLUMNS) > 0
+    if signature.dtypes.quantized:
+        columns = NARROW_COLUMNS if narrow else PIECE_COLUMNS
+        return HopperLatentForm(SLOTS_BESIDE_FP8 * (1 + narrow), rank // columns, narrow=narrow)
+    return HopperLatentForm(HopperLatentForm.slots * (1 + narrow), ordered=True, prefetch=True, narrow=narrow)
+
+
 def no_latent_form(kernel: Kernel, form: HopperLatentForm, signature: Signature, hardware: Hardware) -> str | None:
     """Why the kernel of latent caches cannot have this form."""
     widths = signature.widths
@@ -53,6 +66,10 @@ def no_latent_form(kernel: Kernel, form: HopperLatentForm, signature: Signature,
         return f"expected +narrow: a rank of {widths.value_dim} has no even number of pieces of {form.piece} columns"
     if form.slots < least:
         return f"expected {least} slots or more, for two tiles of keys"
+    if bool(form.stored) != bool(signature.dtypes.quantized):
+        return "r is for keys in FP8, and these have no form without"
+    if form.stored and (least // 2) % form.stored:
+        return f"expected a number of slots for pieces in FP8 that divides {least // 2}, got {form.stored}"
     sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
     parts = Segments((Segment(0, widths.value_dim, "key"), Segment(widths.value_dim, ROTARY_COLUMNS, "key")),
                      (Segment(0, widths.value_dim, "value"),), value_is_key=True)  # fmt: skip

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ....compiler.analysis.tiles.facts import Facts
 from ....compiler.analysis.values.places import read_once
 from ....compiler.planning.by_distance import tables_of
-from ....compiler.planning.dtypes import E4M3, HALVES, dtype_named
+from ....compiler.planning.dtypes import BF16, E4M3, HALVES, dtype_named
 from ....compiler.planning.signature import Signature, Widths
 from ....compiler.planning.sources import SequenceKind, not_in_order
 from ....ir.normalizer import SOFTMAX
@@ -94,6 +94,13 @@ def no_fp8_products(c: Case) -> str | None:
     return next((words for holds, words in needs if not holds), None)
 
 
+def _is_latent_cache(c: Case) -> bool:
+    """Whether the call reads latent vectors in e4m3, with rotary columns in bf16 beside them."""
+    d, widths = c.signature.dtypes, c.widths
+    halves = d.query == BF16.name and d.out in HALVES
+    return widths.value_is_key and d.key == E4M3.name and halves and widths.rope_dim == _rotary(c) > 0
+
+
 # -- all kernels -------------------------------------------------------------------------------------------------------
 COMMON = (
     Refusal(
@@ -106,7 +113,7 @@ COMMON = (
         lambda c: f"needs compute capability 9.0, this is {c.signature.arch}",
     ),
     Refusal(
-        lambda c: c.signature.dtypes.quantized and no_fp8_products(c),
+        lambda c: c.signature.dtypes.quantized and not _is_latent_cache(c) and no_fp8_products(c),
         lambda c: (
             f"has FP8 products {no_fp8_products(c)}; leave target out, and operands become bf16 where many queries "
             "read a key"
@@ -142,7 +149,10 @@ LATENT = (
         ),
     ),
     Refusal(lambda c: c.signature.sequences.keys.packed, f"packed keys of latent caches are {_BY_TRITON}"),
-    Refusal(lambda c: c.widths.rope_dim, f"latent caches with rotary columns apart are {_BY_TRITON}"),
+    Refusal(
+        lambda c: c.widths.rope_dim and not _is_latent_cache(c),
+        f"latent caches of 16 bits with rotary columns apart are {_BY_TRITON}",
+    ),
     Refusal(lambda c: c.attention.canonical.drops, f"latent caches with dropout are {_BY_TRITON}"),
     Refusal(
         lambda c: c.facts.traits.measured is not None,

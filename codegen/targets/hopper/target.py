@@ -39,7 +39,7 @@ from .form_rules import (
     no_cells_form,
     with_boxes,
 )
-from .forms import PIECE_COLUMNS, HopperBackwardForm, HopperForm, HopperLatentForm
+from .forms import HopperBackwardForm, HopperForm, HopperLatentForm
 from .gradients import (
     is_lean,
     is_one_pass,
@@ -52,7 +52,7 @@ from .gradients import (
 from .kernels.backward import FLASH_BACKWARD
 from .kernels.forward import FLASH_FORWARD, TURN_VALUES
 from .kernels.latent import JOIN_PARTS, SPLIT_FORWARD
-from .latent import LEAST_PAGE, latent_misfit, no_latent_form, small_pages
+from .latent import LEAST_PAGE, best_latent_form, latent_misfit, no_latent_form, small_pages
 from .launcher import launcher_of
 from .passes import DIAGONAL_SUMS, ONE_PASS, ONE_PASS_STORED, two_passes
 from .pieces import (
@@ -148,8 +148,7 @@ class HopperTarget:
         if kernel is DIAGONAL_SUMS:
             return _LENDER.forms(kernel, signature, hardware, facts)
         if kernel.shares_keys:
-            narrow = widths.value_dim % (2 * PIECE_COLUMNS) > 0
-            chosen = HopperLatentForm(HopperLatentForm.slots * (1 + narrow), ordered=True, prefetch=True, narrow=narrow)
+            chosen = best_latent_form(signature)
             near = chosen.neighbours()
             return [chosen, *(form for form in near if self._why_not(kernel, form, signature, hardware, facts) is None)]
         is_fp8 = bool(signature.dtypes.quantized)

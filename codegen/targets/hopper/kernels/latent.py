@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .....compiler.planning.kernel import Kernel, KernelId
+from .....compiler.planning.kernel import DESCALES, Kernel, KernelId
 from .....compiler.planning.quantities import (
     flash_forward_read,
     forward_exps,
@@ -26,17 +26,25 @@ def program(form: HopperLatentForm, held: Held) -> Program:
                 about="All shared memory. Tiles keep the shape of the TMA boxes.")  # fmt: skip
     p.ring("query", "PIECES - HALF, 1, ROWS // HEADS, HEADS", [Columns("PIECE")],
            about="the pieces that are not in registers")  # fmt: skip
-    p.ring("pieces", f"SLOTS, {held.ones}, BLOCK_KV", [Columns("PIECE")], of="key")
+    swizzled = f"gl.NVMMASharedLayout.get_default_for([{held.ones}, BLOCK_KV, PIECE], dtype)" if form.stored else ""
+    p.ring("pieces", f"SLOTS, {held.ones}, BLOCK_KV", [Columns("PIECE")], of="key", layout=swizzled)
+    if form.stored:
+        p.ring("stored", f"STORED, {held.ones}, BLOCK_KV", [Columns("PIECE")], of="key", dtype="key_desc.dtype",
+               element=1, about="pieces of keys in FP8")  # fmt: skip
     p.ring("rotary", f"2, {held.ones}, BLOCK_KV", [Columns("ROTARY")], of="key_rotary",
            about="then weights [ROWS, BLOCK_KV]")  # fmt: skip
     p.tile("factor", "2, ROWS", dtype="gl.float32", layout=plain(1),
            about="by which sums are multiplied before a tile's product is added")  # fmt: skip
     p.tile("inverse", "ROWS", dtype="gl.float32", layout=plain(1), about="what the output is multiplied by")
-    _add_mbarriers(p)
-    p.role("summer", warps=4, count=SUMMERS, registers=160, empties=["pieces"], body=f"{ROLES}/split_summer.py.jinja")
-    p.role("weigher", warps=4, registers=168, empties=["query", "rotary"], body=f"{ROLES}/split_weigher.py.jinja")
-    p.role("producer", warps=1, registers=24, fills=["query", "pieces", "rotary"],
-           body=f"{ROLES}/split_producer.py.jinja")  # fmt: skip
+    _add_mbarriers(p, form)
+    weighing, producing = (152, 40) if form.stored else (168, 24)  # registers
+    p.role("summer", warps=4, count=SUMMERS, registers=160, empties=["pieces"],
+           body=f"{ROLES}/split_summer.py.jinja")  # fmt: skip
+    p.role("weigher", warps=4, registers=weighing, empties=["query", "rotary"], body=f"{ROLES}/split_weigher.py.jinja")
+    stored = ["stored"] * (form.stored > 0)
+    p.role("producer", warps=4 if stored else 1, registers=producing, empties=stored,
+           fills=["query", "pieces", "rotary", *stored],
+           body=f"{ROLES}/split_{'converter' if stored else 'producer'}.py.jinja")  # fmt: skip
     return p.check()
 
 
@@ -44,17 +52,20 @@ def _constants(form: HopperLatentForm) -> dict[str, str | int]:
     pieces = f"Cv / {form.piece}"
     return {
         "PIECES": pieces, "HALF": f"{pieces} / 2", "PIECE": form.piece, "ROTARY": ROTARY_COLUMNS, "SLOTS": "s",
+        "STORED": form.stored,
         "BLOCK_KV": "bkv", "ROWS": "bq", "HEADS": 1,
     }  # fmt: skip
 
 
-def _add_mbarriers(p: Program) -> None:
+def _add_mbarriers(p: Program, form: HopperLatentForm) -> None:
     p.mbarrier("query_ready", about="mbarriers")
     p.mbarrier("query_free")
     p.mbarrier("inverse_ready")
     p.mbarrier("inverse_free", arrivals=SUMMERS)
     p.mbarrier("piece_ready", "SLOTS", about="one for each slot")
     p.mbarrier("piece_free", "SLOTS")
+    if form.stored:
+        p.mbarrier("stored_ready", "STORED")
     p.mbarrier("rotary_ready", "2", about="one for each of two tiles")
     p.mbarrier("rotary_free", "2", arrivals=2)
     p.mbarrier("factor_ready", "2")
@@ -67,11 +78,16 @@ def _stages(t: Tiles) -> list[Stage]:
     rotary = "; P = exp2(S - reference) takes the place of the rotary columns"
     weights = f"reference raised to the maximum, or a little less{rotary}"
     parts = f"{t.output('O / sum')}, {t.rows('lse = reference + log(sum)')}; of one part of several in float32"
+    form = t.form
+    assert isinstance(form, HopperLatentForm)
+    said = "FP8 times its descale, in 16 bits, a piece after another, by the warps that bring it"
+    real = [Stage("convert key", "compute", said, "SRAM -> registers -> SRAM", EACH_KV)] if form.stored else []
     early = "+prefetch: to L2 two tiles before, where tiles of rows of few queries share them"
     later = "+ordered: after the next tile's scores, where tiles of rows share keys"
     return [
         loads("query", rows, "part of a sequence", AHEAD),
         loads("key", f"{t.key()}, in pieces, used as V too; {early}", EACH_KV, AHEAD),
+        *real,
         computes("scores", f"{t.scores()} = {t.score_text}, asynchronous{t.mask_text}", EACH_KV),
         computes("weights", weights, EACH_KV),
         Stage(
@@ -91,6 +107,6 @@ def _stages(t: Tiles) -> list[Stage]:
 SPLIT_FORWARD = Kernel(
     KernelId("hopper", "split_forward"), "forward", "forward", "kv", "its part of the key tiles that its rows see",
     _stages, programs=split_programs, read=flash_forward_read, written=split_written, program=declared(program),
-    flops=forward_flops, exps=forward_exps, weighs=True, divides=True, is_optional=True,
+    flops=forward_flops, exps=forward_exps, weighs=True, divides=True, is_optional=True, options=DESCALES,
 )  # fmt: skip
 JOIN_PARTS = joining(SPLIT_FORWARD)
