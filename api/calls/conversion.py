@@ -207,7 +207,7 @@ def _is_reading_latents(*asked: Any) -> bool:
 def _reading_latents(
     text: str, arch: str, dtypes: tuple[Any, ...], widths: tuple[int, int, int], by_rows: bool, kind: str
 ) -> tuple[tuple[Target, ...], Signature]:
-    """The targets that read latent vectors in FP8 and multiply 16-bit numbers at their rate, and the calls' signature."""
+    """The targets that make latent vectors in FP8 16-bit numbers in SRAM, and the signature of such calls."""
     attention, (*given, out) = variant_of_text(text).attention, dtypes
     query, key = (torch.empty(0, dtype=dtype) for dtype in given)
     named = dtypes_of(attention, query, key, None, descales.out_name(PLAIN.having(out_dtype=out)))

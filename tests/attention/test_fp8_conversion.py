@@ -256,10 +256,21 @@ def test_latent_copies_by_the_kernel_are_those_of_torch(paged, per) -> None:
         assert torch.equal(*rows)
 
 
-def test_many_heads_of_a_latent_cache_take_copies() -> None:
-    """128 heads of one vector are bound by products; 16 are not."""
+def test_which_calls_over_latent_caches_take_copies() -> None:
+    """Hopper's kernel makes tiles 16-bit numbers in SRAM, which costs many queries more than copies do."""
     mla = weft.Attention(mask=kv_pos <= q_pos, latent=weft.Latent(rank=512, rope=64), scale=0.1, name="mla_copied")
-    cache, rope = torch.empty(64, 1, 4096, 512, dtype=E4M3), torch.empty(64, 1, 4096, 64, dtype=BF16)
+    cache, rope = torch.empty(4, 1, 4096, 512, dtype=E4M3), torch.empty(4, 1, 4096, 64, dtype=BF16)
+    for heads, rows, device, copied in ((128, 1, "h200", False), (128, 512, "h200", True), (16, 1, "h200", False)):
+        query = torch.empty(4, heads, rows, 576, dtype=BF16)
+        text = mla.explain(query, cache, rope=rope, k_descale=torch.ones(1, 1, 1, 1), device=device)
+        assert ("made bf16 first" in text) == copied and "split_forward=hopper" in text
+        assert ("FP8 times its descale" in text) != copied
+
+
+def test_a_latent_cache_that_hopper_does_not_read_takes_copies_for_many_heads() -> None:
+    """It is e5m2."""
+    mla = weft.Attention(mask=kv_pos <= q_pos, latent=weft.Latent(rank=512, rope=64), scale=0.1, name="mla_copied")
+    cache, rope = torch.empty(64, 1, 4096, 512, dtype=E5M2), torch.empty(64, 1, 4096, 64, dtype=BF16)
     for heads, copied in ((128, True), (16, False)):
         query = torch.empty(64, heads, 1, 576, dtype=BF16)
         text = mla.explain(query, cache, rope=rope, k_descale=torch.ones(1, 1, 1, 1), device="h200")

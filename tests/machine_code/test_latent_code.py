@@ -36,24 +36,31 @@ RANK_384 = CAUSAL.replace(latent=weft.Latent(384, 32), name="latent_384")
 ALL_SWITCHES = "64x64p11+ordered+prefetch"
 
 
-def compiled(variant, kind, heads, q_len, page, form, few_queries=True):
-    """The kernels of a call, compiled."""
+def compiled(variant, kind, heads, q_len, page, form, few_queries=True, descale=None):
+    """The kernels of a call, compiled. descale: of keys in FP8, "head" or "token"; None: keys are bf16."""
     machine, rank = by_name("h200"), variant.latent.rank
     width = rank + variant.latent.rope
+    by_rows = frozenset({"k_descale"} if descale == "token" else ())
     offset = "number" if kind == "dense" else "bottom_right"
     signature = Signature(
         "forward",
         "sm_90",
-        Dtypes.all("bf16"),
-        Widths(width, rank, 0, True),
+        Dtypes.of("bf16", "e4m3" if descale else "bf16", None),
+        Widths(width, rank, variant.latent.rope if descale else 0, True),
         sequences=kind_named(kind),
         offset=offset,
         few_queries=few_queries,
+        options=frozenset({"k_descale"} if descale else ()),
+        scaled_rows=by_rows,
     )
     query, out = (torch.empty(2, heads, q_len, n, dtype=torch.bfloat16) for n in (width, rank))
     if kind == "packed_paged":
         query, out = (t.transpose(1, 2).reshape(1, 2 * q_len, heads, -1).transpose(1, 2) for t in (query, out))
-    key = torch.empty(2, 1, page or 256, width, dtype=torch.bfloat16)
+    keys = torch.empty(2, 1, page or 256, width, dtype=torch.bfloat16)
+    key, rope, read = keys, None, None
+    if descale:
+        key, rope = keys[..., :rank].to(torch.float8_e4m3fn), keys[..., rank:].contiguous()
+        read = {"k_descale": torch.ones(2, 1, page or 256, 1) if by_rows else torch.ones(1, 1, 1, 1)}
     lens, table = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
     starts = torch.zeros(3, dtype=torch.int32)
     kinds = {
@@ -61,7 +68,7 @@ def compiled(variant, kind, heads, q_len, page, form, few_queries=True):
         "packed_paged": PackedPaged(starts, lens, table, page, None),
     }  # fmt: skip
     operands = {p.name: torch.empty([2] * (p.rank - 1) + [heads]) for p in variant.canonical.parameters}
-    call = Call(query, key, None, None, operands, kinds[kind], Choices(), width)
+    call = Call(query, key, None, rope, operands, kinds[kind], Choices(), width, read)
     made = compile_kernels(variant, signature, machine, None, f"split_kv/split_forward=hopper:{form}")
     results = {"out": out, "lse": torch.empty(*([2] if facts_of(variant).scores_lie_far else []), *out.shape[:3])}
     found = compilations(made.resolved.target, made.modules, made.resolved.code, facts_of(variant), call, results)
@@ -112,6 +119,33 @@ def test_latent_tiles_fit_and_overlap(variant, kind, heads, q_len, page, form, r
     last = max(i for i, text in enumerate(texts) if "UTMALDG" in text)
     waited = max(i for i in range(last) if "SYNCS.PHASECHK" in texts[i])
     assert not any("LDG.E" in text for text in texts[waited:last])  # no copy stands behind a look at a table
+
+
+FP8_CASES = [
+    (CAUSAL, "dense", 128, 1, 0, "64x64p9r4", "head"),
+    (CAUSAL, "paged", 128, 1, 64, "64x64p9r4", "token"),
+    (ALIBI, "packed_paged", 16, 2, 16, "64x64p9r4", "token"),
+    (FAR, "lengths", 64, 4, 0, "64x64p9r4+ordered", "token"),
+    (RANK_384, "paged", 128, 1, 64, "64x64p18r6+narrow", "head"),
+    (RANK_256, "dense", 64, 40, 0, "64x64p9r2", "token"),
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind", "heads", "q_len", "page", "form", "descale"), mostly([FP8_CASES[1]], FP8_CASES)
+)
+def test_latent_tiles_in_fp8_are_made_16_bit_numbers(variant, kind, heads, q_len, page, form, descale, recorded):
+    kernels = compiled(variant, kind, heads, q_len, page, form, q_len <= FEW_QUERIES, descale)
+    split = kernels["split_forward"]
+    assert split.sram <= by_name("h200").sram_per_block and not split.serialised
+    assert split.product_loops() and (variant in (FAR, ALIBI) or split.spills_in_loops() <= 8)
+    recorded("split_forward", spilled=split.spilled, in_loops=split.spills_in_loops())
+    # A thread has 64 numbers of a piece of 128 columns: it converts them in pairs, and stores 8 at a time.
+    pieces, numbers = int(form.partition("r")[2][0]), 32 if "narrow" in form else 64
+    assert split.count(r"cvt\.rn\.f16x2\.e4m3x2") == pieces * numbers // 2
+    unpacked = [n for n, (_, text) in enumerate(split.sass) if "F2FP.F16.E4M3.UNPACK_B" in text]
+    stored = [text for _, text in split.sass[unpacked[0] : unpacked[-1] + 40] if "STS" in text]
+    assert sum("STS.128" in text for text in stored) == len(stored) == pieces * numbers // 8
 
 
 EXPANDED = {

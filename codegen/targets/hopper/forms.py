@@ -136,4 +136,4 @@ class HopperLatentForm(Form):
         return PROGRAMS_PER_SM if kernel.follows else 1
 
     def pace_family(self, kernel: Kernel, parts: Segments) -> str:
-        return f"hopper {kernel.name}"
+        return f"hopper {kernel.name}" + " of eighths" * (self.stored > 0 and not kernel.follows)

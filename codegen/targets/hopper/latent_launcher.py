@@ -34,7 +34,8 @@ class LatentKernels(OwnPart):
         self._is_packed, self._has_few_queries = job.sequences.rows.packed, job.signature.few_queries
         width = job.signature.widths.head_dim
         query, key = Described("query", HeadsBox, width), rows_described(job, "key", width)
-        rotary = rows_described(job, f"key{job.own_keys[0]}", width) if job.own_keys else key
+        self._rotary = f"key{job.own_keys[0]}" if job.own_keys else "key"  # the tensor that has these columns
+        rotary = rows_described(job, self._rotary, width)
         found = {"query_desc": query, "query_rotary_desc": query, "key_desc": key, "key_rotary_desc": rotary}
         self.descriptors = Descriptors(job, found, self._tiles)
 
@@ -92,7 +93,7 @@ class LatentKernels(OwnPart):
         rows = self._form.block_q
         return {
             "key_step": "key_sb // key_sl",
-            **{"rope_step": f"key{n}_sb // key{n}_sl" for n in self._job.own_keys},
+            **({"rope_step": f"{self._rotary}_sb // {self._rotary}_sl"} if self._rotary != "key" else {}),
             "n_row_tiles": f"(heads // kv_heads * q_len + {rows - 1}) // {rows}",
             "n_at_once": str(self._job.device.processors()),
             "n_programs": "together(heads, kv_heads)",
