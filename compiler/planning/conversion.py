@@ -2,7 +2,8 @@
 
 On compute capability 9.0 kernels that read FP8 have tiles of at most 32 queries (codegen/targets/triton/forms.py). Few
 queries are bound by the bytes of keys, and gain. Many are bound by products, which 16-bit kernels do several times
-faster; the copies then cost little. The figures are those of one H100 (docs/experiments/2026-11-27-fp8-copies.md).
+faster; the copies then cost little. The figures are those of one H100 (docs/experiments/2026-11-27-fp8-copies.md), and
+of one H200 for latent caches whose tiles become 16-bit numbers in SRAM (2026-11-29-fp8-latent-tiles.md).
 """
 
 from __future__ import annotations

@@ -462,7 +462,7 @@ def parts_of(
 ) -> Parts:  # fmt: skip
     """Into how many parts a call's keys are divided; calls and plans ask here. Arguments as of cost_of."""
     slots = hardware.sms * split_programs_per_sm(kernel, form, x, hardware, parts)
-    tile_bytes = x.e * x.bkv * (key_elements(x) + x.kv_share * x.Du)
+    tile_bytes = x.e * x.bkv * (key_elements(x) + x.v_share * x.kv_share * x.Du)
     units = int(x.B * x.Hkv * x.nq)
     busy, most = 0.0, MOST_PARTS
     if form.computes_bound:

@@ -173,7 +173,7 @@ def none(x: Sizes) -> float:
 # -- flash: FlashAttention-2, arXiv 2307.08691 -----------------------------------------------------------------------
 def flash_forward_sram(x: Sizes) -> float:
     """Q, then K and V loaded ahead: what Triton reports, to the byte, where it was compared."""
-    keys = x.s * x.bkv * (x.C + x.Cu) * x.e * x.kv_share
+    keys = x.s * x.bkv * (x.C + x.v_share * x.Cu) * x.e * x.kv_share
     return x.owned_in_sram * x.bq * x.C * x.e + keys + x.score_bytes * x.bq * x.bkv
 
 

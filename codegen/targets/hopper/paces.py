@@ -9,8 +9,8 @@ NARROW = 64  # columns up to which products of a forward are too short for all e
 # Constants of row_reads and levels, and the family of narrow forwards, are those of two rows each (D64 and D128), found
 # with all others held; so were gathers of flash_ddiagonals, of one kernel that was timed alone. The family of FP8 has
 # those of the eight rows in docs/experiments/2026-11-27-fp8-products.md, which it meets within 10 %, and that of parts
-# those of the four rows of Dv 256 in 2026-11-28-fp8-wide-and-packed.md, within 4 %. A tile of a latent cache in FP8 takes
-# the time in 2026-11-29-fp8-latent-tiles.md beside its products.
+# those of the four rows of Dv 256 in 2026-11-28-fp8-wide-and-packed.md, within 4 %. A tile of a latent cache in FP8
+# takes what 2026-11-29-fp8-latent-tiles.md has beside its products.
 # fmt: off
 PACES.update(
     {

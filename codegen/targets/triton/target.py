@@ -21,7 +21,7 @@ from ....compiler.planning.gradient_sums import Owner, ways_of
 from ....compiler.planning.kernel import Algorithm, Kernel
 from ....compiler.planning.machines.hardware import Hardware
 from ....compiler.planning.plan import CodePlan, KernelCode
-from ....compiler.planning.records import Shape
+from ....compiler.planning.records import Shape, stored_beside
 from ....compiler.planning.segments import segments_of
 from ....compiler.planning.signature import Direction, Signature
 from ....compiler.planning.target import Launcher, Printing, Target
@@ -206,9 +206,24 @@ class TritonTarget(Target):
             return found
         rows, wide = UNALIGNED.block_q, [UNALIGNED_WIDE] if signature.widths.value_dim > 256 else []
         few = (t if t.block_q <= rows else Tiling(rows, t.block_kv, UNALIGNED.num_warps, t.num_stages) for t in found)
-        widest = max(signature.widths.head_dim, signature.widths.value_dim)
-        divided = kernel.shares_keys and signature.dtypes.fp8_key is not None and 64 < widest <= 128
-        return [*dict.fromkeys([*[SPLIT_FP8] * divided, *wide, *few])]
+        few_bytes = self._takes_split_fp8(kernel, signature, hardware, facts)
+        return [*dict.fromkeys([*[SPLIT_FP8] * few_bytes, *wide, *few])]
+
+    @staticmethod
+    def _takes_split_fp8(kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> bool:
+        """Whether keys are FP8, and its tiles have SRAM: values and what pairs read may take more bytes than keys.
+
+        Keys that become 32-bit numbers take as many bytes again.
+        """
+        widths, dtypes = signature.widths, signature.dtypes
+        if not kernel.shares_keys or dtypes.fp8_key is None or signature.dtype not in HALVES:
+            return False
+        if not 64 < max(widths.head_dim, widths.value_dim) <= 128:
+            return False
+        stored = stored_beside(signature.dtype, dtypes.query, dtypes.key, dtypes.value)
+        sizes = nominal(Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype, *stored))
+        parts, traits = segments_of(facts.attention, widths), traits_of(kernel, signature, facts)
+        return fits(kernel, SPLIT_FP8, sizes, hardware, parts, traits)
 
     def _forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Tiling]:
         widths = signature.widths

@@ -7,6 +7,7 @@ a new length must not compile anything.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from math import log
 
@@ -180,8 +181,8 @@ def split_tilings(
 
 
 def nominal(shape: Shape) -> Shape:
-    """The shape that tilings are ranked on: of the operand it keeps widths and dtype only."""
-    return Shape(4, 16, 16, 4096, 4096, shape.head_dim, shape.value_dim, shape.dtype)
+    """The shape that tilings are ranked on: of the operands it keeps widths and dtypes only."""
+    return replace(shape, batch=4, heads=16, kv_heads=16, q_len=4096, kv_len=4096)
 
 
 def _preferred(
