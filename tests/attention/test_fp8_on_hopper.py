@@ -259,7 +259,7 @@ def test_a_latent_cache_in_fp8_is_planned_for_hopper_cards() -> None:
     cache = weft.fp8.quantize(torch.randn(1, 1, 512, 512), "token")
     query, rope = torch.randn(1, 16, 4, 576, dtype=torch.bfloat16), torch.randn(1, 1, 512, 64, dtype=torch.bfloat16)
     text = latent.explain(query, cache.data, rope=rope, k_descale=cache.descale, device="h100")
-    assert "split_forward=triton" in text and "bf16, keys and values e4m3" in text
+    assert "split_forward=hopper" in text and "bf16, keys and values e4m3" in text
     plan = latent.plan(query, cache.data, rope=rope, k_descale=cache.descale, device="h100")
     assert plan.kernels[0].hbm_read.value == 2 * query.numel() + cache.data.numel() + 2 * rope.numel()
 

@@ -47,12 +47,19 @@ VARIANTS = {
 ALL_SWITCHES = "64x64p11+ordered+prefetch"
 
 
-def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=None, few_queries=True, offset=None):
+def launcher_of(
+    declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=None, few_queries=True, offset=None, descale=None
+):  # fmt: skip
+    """descale: of keys in FP8."""
     rank, rope = declared.latent.rank, declared.latent.rope
+    dtypes, more = Dtypes.all({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]), {}
+    if descale is not None:
+        dtypes, of_keys = Dtypes.of("bf16", "e4m3", None), frozenset({"k_descale"})
+        more = {"options": of_keys, "scaled_rows": of_keys if descale.shape[2] > 1 else frozenset()}
     signature = Signature(
-        "forward", "sm_90", Dtypes.all({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]),
-        Widths(rank + rope, rank, 0, True), sequences=kind_named(kind), few_queries=few_queries,
-        offset=offset or ("number" if kind == "dense" else "bottom_right"),
+        "forward", "sm_90", dtypes, Widths(rank + rope, rank, 0 if descale is None else rope, True),
+        sequences=kind_named(kind), few_queries=few_queries,
+        offset=offset or ("number" if kind == "dense" else "bottom_right"), **more,
     )  # fmt: skip
     schedule = form and f"split_kv/split_forward=hopper:{form}"
     made = compile_kernels(declared, signature, by_name("h200"), "hopper", schedule)
@@ -70,14 +77,15 @@ def operands_of(declared, heads, batches, rows):
 
 def run(
     declared, query, key, sequences, form=None, parts=0, operands=None, edit=None, seed=0, at_once=3, head_dim=0,
-    few_queries=True,
+    few_queries=True, rope=None, descale=None,
 ):  # fmt: skip
-    """out, lse and the number of parts of each sequence."""
+    """out, lse and the number of parts of each sequence. rope, descale: of keys in FP8."""
     rank, width = declared.latent.rank, query.shape[3]
     offset = offset_kind(sequences.q_offset)
-    launcher = launcher_of(declared, sequences.kind.name, query.dtype, form, seed, edit, few_queries, offset)
+    launcher = launcher_of(declared, sequences.kind.name, query.dtype, form, seed, edit, few_queries, offset, descale)
     launcher.device.at_once = at_once
-    call = Call(query, key, None, None, operands or {}, sequences, Choices(), head_dim or width)
+    read = None if descale is None else {"k_descale": descale}
+    call = Call(query, key, None, rope, operands or {}, sequences, Choices(), head_dim or width, read)
     nan = float("nan")
     results = {
         "out": torch.full((*query.shape[:3], rank), nan, dtype=query.dtype),
@@ -112,16 +120,35 @@ def in_pages(key, lens, page):
     return pool, table
 
 
-def check(declared, heads, q_len, kv_lens, q_lens=None, page=0, dtype=torch.bfloat16, rows=330, **options):
-    """Padded or paged sequences; everything behind a length is NaN. kv_lens None: sequences of one length."""
+def in_fp8(beside, rank, descale):
+    """Stored numbers of latent columns, exactly, and what a call has beside them.
+
+    beside: real numbers, and in a last column the descale of each row. descale: as the call has it; None: that column.
+    """
+    stored = (beside[..., :rank] / beside[..., -1:]).round(decimals=6).to(torch.float8_e4m3fn)
+    own = beside[..., -1:].contiguous() if descale is None else descale
+    return stored, {"rope": beside[..., rank:-1].bfloat16(), "descale": own}
+
+
+def check(declared, heads, q_len, kv_lens, q_lens=None, page=0, dtype=torch.bfloat16, rows=330, per=None, **options):
+    """Padded or paged sequences; everything behind a length is NaN. kv_lens None: sequences of one length.
+
+    per: of what keys in FP8 have a descale each.
+    """
     torch.manual_seed(heads + q_len)
     batches, width = 1 if kv_lens is None else len(kv_lens), declared.latent.rank + declared.latent.rope
     query = torch.randn(batches, q_len, heads, width).to(dtype).transpose(1, 2)
     key = torch.randn(batches, 1, rows, width).to(dtype)
     operands = operands_of(declared, heads, batches, rows)
     known, given, sequences, shown = query.clone(), {"q_offset": rows - q_len}, Dense(rows - q_len), key
+    if per is not None:
+        scaled = key * (1.0 + torch.rand(batches, 1, rows, 1))  # so that each row has a descale of its own
+        made = weft.fp8.quantize(scaled[..., : declared.latent.rank].float(), per=per)
+        key = torch.cat([weft.fp8.dequantize(made), key[..., declared.latent.rank :]], -1)
+        of_rows = made.descale.repeat_interleave(per if isinstance(per, int) else 1, 2)[:, :, :rows]
+        shown = torch.cat([key, of_rows.expand(batches, 1, rows, 1)], -1)
     if kv_lens is not None:
-        shown = key.clone()
+        shown = shown.clone()
         for b, length in enumerate(kv_lens):
             shown[b, :, length:] = torch.nan
         lens = {"kv_lens": torch.tensor(kv_lens, dtype=torch.int32)}
@@ -132,8 +159,11 @@ def check(declared, heads, q_len, kv_lens, q_lens=None, page=0, dtype=torch.bflo
         given = lens
         sequences = Lengths(lens.get("q_lens"), lens["kv_lens"], None)
         if page:
-            shown, table = in_pages(key, kv_lens, page)
+            shown, table = in_pages(shown, kv_lens, page)
             sequences = Paged(lens.get("q_lens"), lens["kv_lens"], table, page, None)
+    if per is not None:
+        shown, more = in_fp8(shown, declared.latent.rank, None if per == "token" else made.descale)
+        options |= more
     out, lse, parts = run(declared, query, shown, sequences, operands=operands, **options)
     results = []
     for kind in (torch.float64, dtype):
@@ -164,6 +194,39 @@ CASES = [
 )
 def test_rows_pages_and_parts(heads, q_len, kv_lens, q_lens, page, form, parts):
     check(CAUSAL, heads, q_len, kv_lens, q_lens, page, form=form, parts=parts)
+
+
+FP8_CASES = [
+    # heads, queries, lengths of keys, page, what has a descale, form, parts
+    (64, 1, None, 0, "tensor", None, 3),
+    (16, 3, [330, 5, 0, 129], 0, "token", "64x64p8r2+ordered", 2),
+    (32, 1, [330, 64], 0, 64, "64x64p10r1", 0),
+    (16, 4, [330, 5, 0, 129], 16, "token", None, 2),
+    (128, 2, [330, 129], 64, "token", "64x64p9r4+ordered", 1),
+    (1, 1, [330, 70], 8, "tensor", None, 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_len", "kv_lens", "page", "per", "form", "parts"), mostly([FP8_CASES[1], FP8_CASES[3]], FP8_CASES)
+)
+def test_keys_in_fp8(heads, q_len, kv_lens, page, per, form, parts):
+    check(CAUSAL, heads, q_len, kv_lens, page=page, per=per, form=form, parts=parts)
+
+
+@pytest.mark.parametrize("name", mostly(["far and a sink"], list(VARIANTS)))
+def test_masks_and_scores_over_keys_in_fp8(name):
+    check(VARIANTS[name], 16, 2, [330, 70], page=16, parts=2, per="token")
+
+
+@pytest.mark.parametrize(("rank", "rope"), mostly([(384, 32)], [(256, 64), (384, 32), (128, 8)]))
+def test_other_ranks_in_fp8(rank, rope):
+    check(variant(f"latent_{rank}_{rope}_fp8", rank=rank, rope=rope), 32, 2, [200, 70], page=64, rows=200, per="token")
+
+
+def test_roles_take_turns_in_any_order_over_keys_in_fp8():
+    for seed in range(3):
+        check(CAUSAL, 16, 1, None, rows=520, parts=1, seed=seed, per="head", form="64x64p8r2" if seed else None)
 
 
 @pytest.mark.parametrize(("heads", "page"), mostly([(16, 16)], [(16, 16), (64, 0), (64, 64)]))
