@@ -74,12 +74,19 @@ def refuse_bare(name: str, main: Main, options: CallOptions) -> None:
     bare = [
         OF[operand]
         for operand, tensor in main.items()
-        if getattr(tensor, OF_CACHE, False) and getattr(options, OF[operand]) is None
+        if _is_of_cache(tensor) and getattr(options, OF[operand]) is None
     ]
     if bare:
         what, how = "missing, and the cache that the {} comes from has some", "pass **step.options_of(layer)"
         named = {n: operand for operand, n in OF.items()}
         raise collected(name, [Problem(option=n, what=what.format(named[n]), next_step=how) for n in bare])
+
+
+def _is_of_cache(tensor: Tensor | None) -> bool:
+    """Whether a cache of FP8 gave a tensor, or what it is a view of."""
+    if torch.compiler.is_compiling():  # which traces no bases
+        return getattr(tensor, OF_CACHE, False)
+    return any(getattr(t, OF_CACHE, False) for t in (tensor, getattr(tensor, "_base", None)))
 
 
 def out_name(options: CallOptions) -> str | None:

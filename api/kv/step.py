@@ -66,7 +66,7 @@ class Step:
     def _given(self, pool: Tensor) -> Tensor:
         """What of a pool is an operand; of FP8 it says that there are descales beside it."""
         found = pool if self._rows is None else pool[self._rows]
-        if self.cache.scales is not None and not torch.compiler.is_compiling():
+        if self.cache.scales is not None:
             setattr(found, OF_CACHE, True)
         return found
 

@@ -402,9 +402,8 @@ def test_keys_of_a_cache_without_its_descales_are_refused(kind: str) -> None:
     message = r"{}_descale: missing, and the cache that the {} comes from has some; pass \*\*step.options_of\(layer\)"
     key, value = (message.format(name[0], name) for name in ("key", "value"))
     for call in (CAUSAL, CAUSAL.reference):
-        for keys, values in ((step.keys(), step.values()), (cache.keys(), cache.values())):
-            if kind == "dense":
-                keys, values = step.keys(), step.values()
+        pools = (cache.keys(), cache.values())
+        for keys, values in ((step.keys(), step.values()), pools if kind == "paged" else [t[:1] for t in pools]):
             with pytest.raises(weft.WeftError, match=f"(?s){key}.*{value}"):
                 call(query, keys, values, **lengths)
             with pytest.raises(weft.WeftError, match=value):
@@ -416,6 +415,28 @@ def test_keys_of_a_cache_without_its_descales_are_refused(kind: str) -> None:
     compiled = torch.compile(lambda *given: CAUSAL(*given, **lengths), backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=f"(?s){key}.*{value}"):
         compiled(query, keys, values)
+
+
+@pytest.mark.parametrize("kind", ["paged", "dense"])
+def test_keys_that_compiled_code_takes_of_a_cache_are_refused_without_its_descales(kind: str) -> None:
+    given = {"kv_heads": 2, "head_dim": 16, "dtype": E4M3}
+    cache = weft.kv.PagedCache(8, **given) if kind == "paged" else weft.kv.DenseCache(2, 32, **given)
+    step = cache.append([cache.allocate()], *torch.randn(2, 1, 2, 5, 16))
+    query = torch.randn(1, 4, 5, 16)
+
+    def call(query, step, names):
+        return CAUSAL(query, step.keys(), step.values(), **{n: step.options[n] for n in names})
+
+    torch._dynamo.reset()  # it leaves alone a function whose trace raised before
+    compiled = torch.compile(call, backend="aot_eager")
+    expected = CAUSAL(query, step.keys(), step.values(), **step.options)
+    assert torch.equal(compiled(query, step, list(step.options)), expected)
+    names = [n for n in step.options if not n.endswith("descale")]
+    with pytest.raises(weft.WeftError, match="(?s)k_descale: missing, and the cache.*v_descale: missing"):
+        compiled(query, step, names)
+    taken = torch.compile(lambda step: step.keys(), backend="aot_eager", fullgraph=True)(step)
+    with pytest.raises(weft.WeftError, match="k_descale: missing, and the cache"):
+        CAUSAL(query, taken, step.values(), **{n: step.options[n] for n in names})
 
 
 @pytest.mark.parametrize("form", ["absorbed", "expanded", None])
