@@ -60,7 +60,7 @@ def quantize(
         problems.append(f"x: expected [B, H, L, D] of bf16, fp16, fp32 or fp64, got {x.dtype} {list(x.shape)}")
     if isinstance(per, (bool, Tensor)) or per not in get_args(Per):
         problems.append(f"per: expected 'tensor', 'head', 64, 128 or 'token', got {per!r}")
-    if not isinstance(dtype, torch.dtype) or dtype not in descales.FP8:
+    if not descales.is_fp8(dtype):
         problems.append(f"dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got {dtype!r}")
     if not isinstance(layout, str) or layout not in get_args(Layout):
         problems.append(f"layout: expected 'rows' or 'columns', got {layout!r}")

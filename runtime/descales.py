@@ -31,6 +31,11 @@ NAMES = tuple(OF.values())
 Main = Mapping[str, Tensor | None]  # query, key and value
 
 
+def is_fp8(dtype: object) -> bool:
+    """Whether this is one of the FP8 dtypes, whatever else a caller may have given."""
+    return isinstance(dtype, torch.dtype) and dtype in FP8
+
+
 def read_by_kernels(name: str, main: Main, options: CallOptions, pooled: bool) -> dict[str, Tensor]:
     """The descales of a call as kernels read them, by option. name: of the variant, for errors. torch traces this.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import fp8
 from ..ir.errors import UnavailableError, WeftError
-from ..runtime.descales import FP8
+from ..runtime.descales import FP8, is_fp8
 
 DESCALE = "_weft_descale"  # the attribute of a tensor that such a cache gives: its descales [B, H, T, 1]
 _ROOM = 16  # bytes of a row for its descale, and what keeps rows apart evenly
@@ -28,8 +28,10 @@ def fp8_cache(config: Any, dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
     head has a descale of its own. Raises UnavailableError for layers whose cache is neither one that grows nor one of a
     sliding window.
     """
-    if dtype not in FP8:
+    if not is_fp8(dtype):
         raise WeftError(f"fp8_cache: dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got {dtype!r}")
+    if not hasattr(config, "get_text_config"):
+        raise WeftError(f"fp8_cache: config: expected the config of a model, model.config, got {type(config).__name__}")
     if getattr(config, "kv_lora_rank", None):
         raise UnavailableError("fp8_cache: a model with kv_lora_rank computes with the rows of its cache; use the "
                                "model's own cache")  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..calls.dtensors import is_sharded
 from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected, counted
-from ..runtime.descales import FP8, OF_CACHE
+from ..runtime.descales import FP8, OF_CACHE, is_fp8
 from .blocks import NO_SALT, Blocks, Start, start_of
 from .scales import Given, Scale, scale_problems, scales_of
 from .share import ELSEWHERE, NOWHERE, WHOLE, Share
@@ -97,7 +97,7 @@ class Cache:
                 problems.append("latent: a latent cache has one vector a token; leave kv_heads, head_dim and value_dim")
         sizes = layers, kv_heads if latent is None else 1
         problems += scale_problems(dtype, scale, descales, latent is None, sizes)
-        if rope_dtype is not None and (latent is None or dtype not in FP8 or rope_dtype not in _FLOATS):
+        if rope_dtype is not None and (latent is None or not is_fp8(dtype) or rope_dtype not in _FLOATS):
             expected = f"one of {', '.join(map(str, _FLOATS))} for a latent cache of FP8, and None for others"
             problems.append(f"rope_dtype: expected {expected}, got {rope_dtype}")
         if dtype not in _DTYPES:

@@ -9,7 +9,7 @@ import torch
 from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected, counted
 from ..runtime.call import LARGEST_PAGE, is_page
-from ..runtime.descales import FP8
+from ..runtime.descales import is_fp8
 from .cache import Cache, is_size
 from .scales import Given, Scale
 from .step import Step
@@ -50,7 +50,7 @@ class PagedCache(Cache):
             raise WeftError(
                 f"{type(self).__name__}: page: expected {times}a power of two from 1 to {LARGEST_PAGE}, got {page!r}"
             )
-        if page == ranks and dtype in FP8 and scale != "head":
+        if page == ranks and is_fp8(dtype) and scale != "head":
             raise WeftError(
                 f"{type(self).__name__}: page: expected {2 * ranks} or more beside a descale for each token, got "
                 f"{page}; pass scale='head'"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ir.errors import WeftError, shown
-from ..runtime.descales import FP8
+from ..runtime.descales import is_fp8
 from ..runtime.ops.append import append_quantized
 from ..runtime.ops.quantize import descale_of, largest
 from .share import NOWHERE
@@ -28,7 +28,7 @@ def scale_problems(
     problems, given = [], dict(zip(("k_descale", "v_descale"), descales))
     if scale not in (None, "head", "token"):
         problems.append(f"scale: expected 'head' or 'token', got {scale!r}")
-    elif scale is not None and dtype not in FP8:
+    elif scale is not None and not is_fp8(dtype):
         problems.append(f"scale: expected None, as dtype is {dtype}; torch.float8_e4m3fn has descales")
     for name, descale in given.items():
         if descale is None:

@@ -317,6 +317,15 @@ def test_rows_of_a_dense_cache_are_a_view():
         (lambda: PagedCache(0, **SIZES), "blocks: expected a positive int, got 0"),
         (lambda: PagedCache(4, kv_heads=2, dtype=torch.float32), "head_dim: expected a positive int, got None"),
         (lambda: PagedCache(4, kv_heads=2, head_dim=8, dtype=torch.int8), "dtype: expected one of torch.bfloat16"),
+        (lambda: PagedCache(4, page=1, kv_heads=2, head_dim=8, dtype=[]), "dtype: expected one of torch.bfloat16"),
+        (
+            lambda: DenseCache(4, 8, kv_heads=2, head_dim=8, dtype=[], scale="head"),
+            r"scale: expected None.* dtype is \[\]",
+        ),
+        (
+            lambda: PagedCache(4, latent=weft.Latent(8, 4), dtype={}, rope_dtype=torch.half),
+            "rope_dtype: expected one of",
+        ),
         (lambda: PagedCache(4, latent=weft.Latent(8, 4), **SIZES), "a latent cache has one vector a token"),
         (lambda: PagedCache(2**28, **SIZES), r"at most 2\*\*30 rows"),
         (lambda: PagedCache(4, device="nowhere", **SIZES), "device: expected a device, got 'nowhere'"),

@@ -389,8 +389,14 @@ def test_rows_of_a_cache_of_fp8_keep_their_descales_where_it_is_cropped_and_reor
 def test_caches_of_fp8_that_cannot_be() -> None:
     _, model = decoder("Llama")
     made = weft.integrations.transformers.fp8_cache
-    with pytest.raises(WeftError, match="fp8_cache: dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got"):
-        made(model.config, torch.float16)
+    for dtype in (torch.float16, [], None, "float8_e4m3fn"):
+        with pytest.raises(WeftError, match="fp8_cache: dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got"):
+            made(model.config, dtype)
+    for config in (model, []):
+        with pytest.raises(
+            WeftError, match="fp8_cache: config: expected the config of a model, model.config, got [Ll]"
+        ):
+            made(config)
     config = transformers.LlamaConfig(num_hidden_layers=2, layer_types=["full_attention", "linear_attention"])
     with pytest.raises(UnavailableError, match="fp8_cache: LinearAttentionLayer: not to be had in FP8"):
         made(config)
