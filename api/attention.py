@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import latent, reference
-from .calls import conversion, dtensors, in_graphs, in_region
+from .calls import conversion, dtensors, in_graphs, in_region, nested
 from .calls.internals import Internals, Main, Result, autocast
 from .calls.nested import are_jagged, lengths_given_twice, packed
 from .calls.signatures import Methods
@@ -313,8 +313,10 @@ class Attention(Methods, Declaration):
         out, lse = reference.defined(variant, variant._internals, Main(query, key, value), options, operands)
         return (out, lse) if options.return_lse else out
 
-    def _as_called(self, options: Mapping[str, Any]) -> tuple[Attention, dict[str, Any]]:
-        """The variant whose kernels a call with these options takes, and the options that are left to describe."""
+    def _as_called(
+        self, operands: Sequence[Tensor | Shape], options: Mapping[str, Any]
+    ) -> tuple[Attention, Sequence[Tensor | Shape], dict[str, Any]]:
+        """The variant whose kernels a call takes, its operands, and the options that are left to describe."""
         seed, train = options.get("seed"), options.get("train", True)
         seed_of(str(self.name), seed, seed.device if isinstance(seed, Tensor) else torch.device("cpu"))
         more = options.get("operands")
@@ -322,7 +324,8 @@ class Attention(Methods, Declaration):
         options = options if more is None else call_options.joined(str(self.name), options, more)
         variant, options = self._as_trained(train, options)
         check_dropout(variant, options)
-        return variant, variant._internals.read(options)
+        operands, options = nested.described(str(self.name), operands, options)
+        return variant, operands, variant._internals.read(options)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
     def plan(self, *operands: Tensor | Shape, device: str | None = None, target: str | None = None,
@@ -332,22 +335,22 @@ class Attention(Methods, Declaration):
         device: "h100"-style name of a hardware record; the operands' device or this machine where not given.
         options: values of scalar operands (for the tile counts), or any operand of the call.
         """
-        variant, options = self._as_called(options)
-        return describe.plan(variant, operands, device, target, schedule, form, options)
+        variant, described, options = self._as_called(operands, options)
+        return describe.plan(variant, described, device, target, schedule, form, options)
 
     def explain(self, *operands: Tensor | Shape, device: str | None = None, target: str | None = None,
                 schedule: str | Schedule | None = None, form: Form | None = None, **options: Any) -> str:  # fmt: skip
         """The plan for a person: stages, loops, tile classes, bytes (formula and number), predicted time, its bound."""
-        variant, options = self._as_called(options)
-        return describe.explain(variant, operands, device, target, schedule, form, options)
+        variant, described, options = self._as_called(operands, options)
+        return describe.explain(variant, described, device, target, schedule, form, options)
 
     def source(self, *operands: Tensor | Shape, direction: Literal["forward", "backward"] = "forward",
                device: str | None = None, target: str | None = None, schedule: str | Schedule | None = None,
                form: Form | None = None, **options: Any) -> str:  # fmt: skip
         """All that is generated for one direction: Python for a person to read. Where a call launches kernels of
         several modules (those that measure tiles, or make tables by distance), each has a heading, in launch order."""
-        variant, options = self._as_called(options)
-        return describe.source(variant, operands, direction, device, target, schedule, form, options)
+        variant, described, options = self._as_called(operands, options)
+        return describe.source(variant, described, direction, device, target, schedule, form, options)
 
     def show_mask(self, q_len: int, kv_len: int, *, block_q: int = 128, block_kv: int = 128,
                   path: str | Path | None = None, q_offset: int | None = None, head: int = 0, batch: int = 0,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .calls.dtensors import is_sharded
+from .calls.nested import are_jagged
 from .ir.errors import WeftError, collected
 from .runtime import descales
 from .runtime.check.tensors import form_problem
@@ -52,7 +53,10 @@ def quantize(
     (tensor([[[[ 224., -448.]]]]), True)
     """
     problems = []
-    if (problem := form_problem("x", x)) is not None:
+    if are_jagged(x):
+        how = "quantise its rows, x.values()[None], which calls take with cu_seqlens_kv=x.offsets()"
+        problems.append(f"x: expected a dense tensor, got a nested one; {how}")
+    elif (problem := form_problem("x", x)) is not None:
         problems.append(str(problem))
     elif is_sharded(x):
         problems.append("x: expected a plain tensor, got a DTensor; quantise what this process has, x.to_local()")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ir.errors import WeftError, collected, counted
-from ..runtime.options import CallOptions
+from ..runtime.options import LENGTHS, PLAIN, CallOptions
 
 
 class Packed(NamedTuple):
@@ -33,6 +34,19 @@ def lengths_given_twice(name: str, options: CallOptions) -> WeftError:
         f"{name}: {got}: expected none with nested tensors, which have lengths of their own; leave it out, or pass "
         "packed operands, x.values()[None] with cu_seqlens_q=x.offsets()"
     )
+
+
+def described(
+    name: str, operands: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:  # fmt: skip
+    """What is planned of a call with these operands and options: of nested tensors the packed ones."""
+    if len(operands) != 3 or not are_jagged(*operands):
+        return operands, options
+    lengths = PLAIN.having(**{n: options.get(n) for n in LENGTHS})
+    if lengths.are_ragged:
+        raise lengths_given_twice(name, lengths)
+    made = packed(name, *operands)
+    return made.tensors, {**options, **dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), made.starts))}
 
 
 def packed(name: str, query: Any, key: Any, value: Any) -> Packed:

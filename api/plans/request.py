@@ -437,7 +437,8 @@ def described(attention: Attention, operands: Sequence[Tensor | Shape], options:
             "q_offset": offset
         }
     if isinstance(first, Tensor):
-        return described_operands(attention, options, len(first), first.device, DESCRIBED)
+        number = None if first.is_nested or not first.dim() else len(first)
+        return described_operands(attention, options, number, first.device, DESCRIBED)
     batch = first.batch if isinstance(first, Shape) else 1
     return described_operands(attention, options, batch, None, DESCRIBED)
 

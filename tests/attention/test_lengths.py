@@ -511,6 +511,36 @@ def test_nested_tensors_are_packed_sequences(same, q_offset):
             torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-4)
 
 
+def test_a_plan_of_nested_tensors_is_that_of_packed_ones():
+    starts = torch.tensor([0, 5, 14])
+    given = [jagged(heads, 16, starts, 0) for heads in (4, 2, 2)]
+    nested_ones, packed_ones = [each for each, _ in given], [rows.transpose(0, 1)[None] for _, rows in given]
+    lengths = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+    for method in (CAUSAL.plan, CAUSAL.explain, CAUSAL.source):
+        assert str(method(*nested_ones)) == str(method(*packed_ones, **lengths))
+        with pytest.raises(weft.WeftError, match=r"cu_seqlens_q, cu_seqlens_kv: expected none with nested tensors"):
+            method(*nested_ones, **lengths)
+        with pytest.raises(weft.WeftError, match=r"query: expected a nested tensor .* dimension 1 ragged"):
+            method(*[each.transpose(1, 2) for each in nested_ones])
+    with pytest.raises(weft.WeftError, match=r"quantize: x: .* got a nested one; quantise its rows, x.values"):
+        weft.fp8.quantize(nested_ones[1])
+    eighth = nested_ones[1].detach().transpose(1, 2)
+    eighth = torch.nested.nested_tensor_from_jagged(eighth.values().to(torch.float8_e4m3fn), offsets=eighth.offsets())
+    text = str(CAUSAL.plan(nested_ones[0], *[eighth.transpose(1, 2)] * 2, k_descale=2.0))
+    assert "keys and values e4m3" in text
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_plan_refuses_nested_tensors_that_are_not_all_jagged():
+    strided = torch.nested.nested_tensor([torch.randn(2, 5, 16), torch.randn(2, 6, 16)])
+    query, dense = jagged(2, 16, torch.tensor([0, 5, 14]), 0)[0], torch.randn(2, 2, 9, 16)
+    for operands in ([strided] * 3, (query, dense, dense), (strided, dense, dense)):
+        with pytest.raises(weft.WeftError, match=r"query: expected a dense tensor, got a nested one; .*=torch.jagged"):
+            CAUSAL.plan(*operands)
+    with pytest.raises(weft.WeftError, match="query: expected 4 dimensions"):
+        CAUSAL.plan(torch.tensor(1.0), dense, dense)
+
+
 def test_nested_tensors_that_do_not_serve():
     starts, others = torch.tensor([0, 5, 14]), torch.tensor([0, 6, 14])
     query, _ = jagged(2, 16, starts, 0)
