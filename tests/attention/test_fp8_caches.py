@@ -175,6 +175,16 @@ def test_descales_of_heads_are_given_or_made_of_the_first_rows_and_then_rows_sat
         step.options_of(2)
 
 
+def test_a_head_whose_first_rows_are_0_keeps_descale_1() -> None:
+    """As docs/fp8.md says: nobody on the host knows that they are 0."""
+    cache = weft.kv.PagedCache(8, kv_heads=2, head_dim=16, dtype=E4M3, scale="head", page=16)
+    sequence, ones = cache.allocate(), torch.ones(1, 2, 4, 16)
+    first = torch.stack([torch.zeros(1, 4, 16), ones[:, 0]], 1)
+    for new in (first, ones):
+        cache.append([sequence], new, new)
+        assert cache.scales.k_descales[0].flatten().tolist() == pytest.approx([1.0, 2 / 448])
+
+
 @pytest.mark.parametrize("default", ["meta", torch.float16])
 def test_descales_that_are_given_are_the_same_whatever_torchs_defaults(default: object) -> None:
     """A number lies nowhere, and has the digits of float32."""
