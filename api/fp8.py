@@ -16,13 +16,11 @@ from .calls.nested import are_jagged
 from .ir.errors import WeftError, collected
 from .runtime import descales
 from .runtime.check.tensors import form_problem
+from .runtime.descales import ROWS, Per
 from .runtime.ops import quantize as op
 
-Per: TypeAlias = Literal["tensor", "head", 64, 128, "token"]
 Layout: TypeAlias = Literal["rows", "columns"]
 _FROM = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-ROWS: dict[Per, int] = {"tensor": op.OF_TENSOR, "head": op.OF_HEAD, 64: 64, 128: 128, "token": 1}  # of a descale
 
 __all__ = ["Quantized", "dequantize", "quantize", "rotate"]
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ..codegen.launch.quantizing import OF_HEAD, OF_TENSOR
 from ..codegen.launch.scaled import BLOCKS, Scaled, by_rows
 from ..codegen.torch_private import are_plain, under_transform
 from ..compiler.planning.dtypes import EIGHTHS, dtype_named, named_by_torch
@@ -28,6 +30,8 @@ _FLOAT32 = torch.finfo(torch.float32)
 FP8 = frozenset(dtype_named(name).torch for name in EIGHTHS)
 OF = {"query": "q_descale", "key": "k_descale", "value": "v_descale"}  # the option of each operand
 NAMES = tuple(OF.values())
+Per: TypeAlias = Literal["tensor", "head", 64, 128, "token"]  # what shares a descale
+ROWS: dict[Per, int] = {"tensor": OF_TENSOR, "head": OF_HEAD, 64: 64, 128: 128, "token": 1}  # of a descale
 Main = Mapping[str, Tensor | None]  # query, key and value
 
 
@@ -148,7 +152,7 @@ def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterat
 
 def _value_problems(name: str, descale: Tensor) -> Iterator[Problem]:
     """What is wrong with its numbers, where these are looked at."""
-    if are_looked_at(descale) or checks_values():
+    if are_looked_at(descale) or (checks_values() and not descale.is_meta):
         wrong = descale[~((descale > 0.0) & (descale < inf))]
         if wrong.numel():
             yield Problem(option=name, expected="positive numbers", got=str(wrong[0].item()))

@@ -123,11 +123,12 @@ def _known_arch(device: torch.device) -> str:
 
 
 def is_convertible(
-    main: descales.Main, options: CallOptions, operands: Mapping[str, Any], rope: Tensor | None = None
-) -> bool:
+    main: descales.Main, options: CallOptions, operands: Mapping[str, Any], rope: Tensor | None = None,
+    is_planned: bool = False,
+) -> bool:  # fmt: skip
     """Whether a call may have copies of its operands: as 16-bit ones they fit, and nobody wants their gradients.
 
-    rope: rotary columns of a latent cache, whose call has no value.
+    rope: rotary columns of a latent cache, whose call has no value. is_planned: operands on "meta" stand for others.
     """
     value, given = main["value"], [t for t in (*main.values(), rope) if isinstance(t, Tensor) and t.dim() == 4]
     asks = options.schedule is not None or (options.target or traced_target()) is not None
@@ -143,7 +144,8 @@ def is_convertible(
         return False
     if not descales.are_quantized(given) or not {t.dtype for t in given} <= {HALF, *descales.FP8}:
         return False
-    if given[0].device.type not in ("cpu", "cuda") or options.out_dtype not in (None, HALF) or 0 in given[1].shape:
+    places = ("cpu", "cuda", "meta") if is_planned else ("cpu", "cuda")
+    if given[0].device.type not in places or options.out_dtype not in (None, HALF) or 0 in given[1].shape:
         return False
     wanted = [t for t in (*given, *operands.values()) if isinstance(t, Tensor) and t.requires_grad]
     return not (wanted and torch.is_grad_enabled())

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from ..compiler.planning.dtypes import ALL, EIGHTHS
 from ..compiler.planning.freed import is_row_sum
 from ..compiler.planning.machines import hardware
 from ..compiler.planning.machines.hardware import Hardware
@@ -30,6 +31,7 @@ from .seen import PackedSight, Sight
 Strategy = Literal["gather", "ring", "exchange", "heads", "heads+exchange", "heads+ring"]
 Balance = Literal["contiguous", "zigzag", "striped", "pairs"]
 STRATEGIES: tuple[Strategy, ...] = ("exchange", "ring", "gather", "heads", "heads+exchange", "heads+ring")
+_DTYPES = tuple(name for name in ALL if name not in EIGHTHS)  # that ranks compute
 _HEADS = "heads+"  # before what strategies of two dimensions do between ranks of the same heads
 BALANCES: tuple[Balance, ...] = ("contiguous", "zigzag", "striped", "pairs")
 AUTO = "auto"
@@ -473,7 +475,9 @@ def plan_of_sizes(
     device: str | None,
     operands: Mapping[str, Any],
 ) -> ShardPlan:
-    """The same for the sizes of a call, of hosts with so many devices."""
+    """The same for the sizes of a call, of hosts with so many devices. Raises WeftError for FP8."""
+    if sizes.q_dtype or sizes.kv_dtype:
+        raise WeftError(f"{attention.name}: mesh: expected operands of bf16, fp16 or fp32, as FP8 is of one device")
     return plan(
         attention, ranks=ranks, batch=sizes.batch, heads=sizes.heads, kv_heads=sizes.kv_heads, length=sizes.q_len,
         kv_length=sizes.kv_len, head_dim=sizes.head_dim, value_dim=sizes.value_dim, dtype=sizes.dtype, device=device,
@@ -508,13 +512,16 @@ def _starts(given: Sequence[int] | Tensor, sizes: Shape, q_offset: int | None) -
 
 def _check(mesh: tuple[Any, ...], sizes: Shape, strategy: str, balance: str, is_latent: bool) -> None:
     numbers = {"batch": sizes.batch, "heads": sizes.heads, "kv_heads": sizes.kv_heads,
-               "length": sizes.q_len, "kv_length": sizes.kv_len, "head_dim": sizes.head_dim}  # fmt: skip
+               "length": sizes.q_len, "kv_length": sizes.kv_len, "head_dim": sizes.head_dim,
+               "value_dim": sizes.value_dim}  # fmt: skip
     problems = [
         Problem(option=n, expected="a positive int", got=shown(v)) for n, v in numbers.items() if not is_int(v, least=1)
     ]
     if len(mesh) > 2 or not all(is_int(n, least=1) for n in mesh):
         got = shown(mesh[0] if len(mesh) == 1 else mesh)
         problems.insert(0, Problem(option="ranks", expected="a positive int, or two of them", got=got))
+    if not isinstance(sizes.dtype, str) or sizes.dtype not in _DTYPES:
+        problems.append(Problem(option="dtype", expected=f"one of {', '.join(_DTYPES)}", got=shown(sizes.dtype)))
     for name, value, known in (("strategy", strategy, STRATEGIES), ("balance", balance, BALANCES)):
         if value not in (AUTO, *known):
             problems.append(Problem(option=name, expected=f"one of {', '.join((AUTO, *known))}", got=shown(value)))

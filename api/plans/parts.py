@@ -50,7 +50,8 @@ def described(name: str, query: Any, key: Any, options: Mapping[str, Any]) -> De
     given = PLAIN.having(**{n: options.get(n) for n in ("q_offset", *LENGTHS)})
     if not given.are_ragged:
         return None
-    if not isinstance(query, Tensor):
+    if not isinstance(query, Tensor) or query.is_meta:
+        query, key = (t.shape if isinstance(t, Tensor) else t for t in (query, key))
         device = next((t.device for t in given.lengths.values() if isinstance(t, Tensor)), torch.device("cpu"))
         query, key = (torch.empty(1, device=device).expand(size) for size in (query, key))
     sequences = sequences_of(checked(name, query, key, given), page=key.shape[2])

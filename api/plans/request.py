@@ -14,7 +14,7 @@ from ..calls import conversion
 from ..compiler.analysis.tiles.facts import facts_of
 from ..compiler.analysis.tiles.measured import Table
 from ..compiler.analysis.values.ranges import Ranges, check_integers
-from ..compiler.planning.dtypes import BF16, EIGHTHS, FP16, ON_GPUS
+from ..compiler.planning.dtypes import BF16, FP16
 from ..compiler.planning.latent_forms import cheaper_form
 from ..compiler.planning.machines import hardware
 from ..compiler.planning.records import Shape, stored_beside
@@ -46,15 +46,19 @@ from ..runtime.run.key import boxed_of, dtypes_of, has_doubles, needs_offsets_64
 from ..runtime.run.variant import variant_of
 from ..runtime.settings import default_target
 from . import parts
+from .stored import Stored, as_tensors, stored, stored_problems
 
 
 def shape(
     *, batch: int = 1, heads: int, kv_heads: int | None = None, q_len: int, kv_len: int | None = None,
-    head_dim: int, value_dim: int | None = None, dtype: str = "bf16",
+    head_dim: int, value_dim: int | None = None, dtype: str = "bf16", kv_dtype: str | None = None,
+    descale: descales.Per | None = None,
 ) -> Shape:  # fmt: skip
     """The sizes of a call, in place of its tensors: kv_heads, kv_len and value_dim default to heads, q_len, head_dim.
 
-    dtype: "bf16", "fp16" or "fp32". For latent attention head_dim is the query's nope + rope and value_dim is Dv.
+    dtype: "bf16", "fp16" or "fp32", or of FP8 operands "e4m3" or "e5m2"; kv_dtype: that of key and value, where it
+    differs. descale: what shares a descale of FP8 operands, "tensor", "head" (where not given), 64, 128 or "token", as
+    in `weft.fp8.quantize`. For latent attention head_dim is the query's nope + rope and value_dim is Dv.
     """
     own = (heads if kv_heads is None else kv_heads, q_len if kv_len is None else kv_len)
     made = Shape(batch, heads, own[0], q_len, own[1], head_dim, head_dim if value_dim is None else value_dim, dtype)
@@ -66,12 +70,10 @@ def shape(
         for name, value in given.items()
         if not is_int(value, least=1) and as_others.get(name, value) is not None
     ]
-    if dtype not in ON_GPUS:
-        how = _FP8_TENSORS if str(dtype) in {*EIGHTHS, *map(str, descales.FP8)} else ""
-        problems.append(Problem(option="dtype", expected="'bf16', 'fp16' or 'fp32'", got=shown(dtype), next_step=how))
+    problems += stored_problems(dtype, kv_dtype, descale)
     if problems := problems or _heads_problems(made):
         raise collected("shape", problems)
-    return made
+    return stored(made, kv_dtype, descale)
 
 
 def _shape_of(
@@ -255,6 +257,9 @@ def request_of(
     schedule: str | Schedule | None, form: Form | None, options: Mapping[str, Any],
 ) -> Request:  # fmt: skip
     """The very choices that a call makes: both ask the driver."""
+    if len(operands) == 1 and isinstance(operands[0], Stored):
+        _check_sizes(attention, operands[0])
+        operands, options = as_tensors(attention, operands[0], options)
     sizes, tensors_on = _shape_of(attention, operands, options)
     _check_options(attention, sizes, form, options)
     if target is not None:
@@ -327,7 +332,7 @@ def _converted(
     main = {"query": query, "key": key, "value": value}
     names = (*descales.NAMES, "out_dtype", *LENGTHS)
     own = PLAIN.having(**{n: options.get(n) for n in names}, target=target, schedule=schedule)
-    if (value is None and not absorbed) or not conversion.is_convertible(main, own, options, rope):
+    if (value is None and not absorbed) or not conversion.is_convertible(main, own, options, rope, is_planned=True):
         return operands, options, ()
     variant = variant_of(attention)
     if not conversion.is_faster(variant, machine.arch, main, own, rope) or conversion.are_multiplied(
@@ -356,7 +361,7 @@ def _of_fp8(
     asked = [n for n in (*descales.NAMES, "out_dtype") if options.get(n) is not None]
     if not given:
         if asked:
-            raise WeftError(f"{attention.name}: {', '.join(asked)}: {_FP8_TENSORS}")
+            raise WeftError(f"{attention.name}: {', '.join(asked)}: {_FP8_SIZES}")
         return None, frozenset()
     if not asked and not descales.are_quantized(given):
         return None, frozenset()
@@ -403,7 +408,7 @@ def _lengths(sizes: Shape, found: parts.Described | None) -> tuple[int, int]:
 
 
 _NO_BACKWARD = "the absorbed form has no backward: call with form='expanded' to train"
-_FP8_TENSORS = "a plan of FP8 operands wants their tensors; those of device='meta' take no memory"
+_FP8_SIZES = "expected none beside sizes that are not FP8; name kv_dtype='e4m3' in weft.shape"
 _FP8_HAS_NO_BACKWARD = "a call with FP8 operands has no backward: train with bf16 operands"
 _PAGES_HAVE_NO_BACKWARD = "a call with block_table has no backward: gather the pages to train"
 
@@ -428,17 +433,17 @@ def _form_of(
 
 
 def described(attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The operands and options of a call that is planned, checked as far as they are given."""
+    """The operands and options of a call that is planned, checked as far as they are given. Beside tensors of
+    device="meta" they may lie anywhere, as beside sizes."""
     first = operands[0] if operands else None
+    device = None if not isinstance(first, Tensor) or first.is_meta else first.device
     if any(options.get(n) is not None for n in LENGTHS):
         offset = as_number(options.get("q_offset"), int)  # one for each sequence: checked with these
         rest = {n: value for n, value in options.items() if n != "q_offset"}
-        return described_operands(attention, rest, None, getattr(first, "device", None), DESCRIBED) | {
-            "q_offset": offset
-        }
+        return described_operands(attention, rest, None, device, DESCRIBED) | {"q_offset": offset}
     if isinstance(first, Tensor):
         number = None if first.is_nested or not first.dim() else len(first)
-        return described_operands(attention, options, number, first.device, DESCRIBED)
+        return described_operands(attention, options, number, device, DESCRIBED)
     batch = first.batch if isinstance(first, Shape) else 1
     return described_operands(attention, options, batch, None, DESCRIBED)
 

@@ -22,14 +22,15 @@ import torch
 from .. import Attention, parse, scalar, score, shape, tensor
 from ..codegen.targets import targets
 from ..compiler.analysis.values.ranges import Ranges
-from ..compiler.planning.dtypes import ON_GPUS
 from ..compiler.planning.records import Shape
 from ..ir.attention import SEED
 from ..ir.errors import Problem, WeftError, listed
 from ..ir.expr import Const, Expr, Number, Scalar, TensorOperand
 from ..ir.normalizer import SOFTMAX, normalizers
 from ..plans import request
+from ..plans.stored import STORED
 from ..runtime.check.tensors import DTYPES
+from ..runtime.descales import ROWS
 from .drawn import drawn_operands
 
 _KINDS = {"int": int, "float": float, "bool": bool}
@@ -136,7 +137,19 @@ SHAPE_OPTIONS = (
     _shared("--kv-len", type=click.IntRange(1), help="As many as --q-len if not given."),
     _shared("--head-dim", type=click.IntRange(1), default=128, show_default=True),
     _shared("--value-dim", type=click.IntRange(1), help="As wide as --head-dim if not given."),
-    _shared("--dtype", type=click.Choice(ON_GPUS), default="bf16", show_default=True),
+    _shared(
+        "--dtype",
+        type=click.Choice(STORED),
+        default="bf16",
+        show_default=True,
+        help="e4m3 or e5m2: all are FP8.",
+    ),
+    _shared("--kv-dtype", type=click.Choice(STORED), help="Of key and value; that of --dtype if not given."),
+    _shared(
+        "--descale",
+        type=click.Choice([*map(str, ROWS)]),
+        help="What shares a descale of FP8 operands, 64 and 128 rows of a head; head if not given.",
+    ),
 )
 
 
@@ -154,7 +167,9 @@ def having(*options: Callable[[Callable[..., None]], Callable[..., None]]) -> Ca
 def request_of(ctx: click.Context, on: torch.device | str = "cpu") -> Request:
     """What a command's options describe. on: where drawn tensors are to lie."""
     given = ctx.meta[SHARED]
-    sizes = {k: given[k] for k in ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim", "dtype")}
+    names = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim", "dtype", "kv_dtype")
+    per = given["descale"]
+    sizes = {k: given[k] for k in names} | {"descale": int(per) if per in ("64", "128") else per}
     variant, made = variant_of(given), shape(**sizes)
     values = values_of(variant, given, request.ranges_of(made, None), on, TORCH_DTYPES[made.dtype])
     return Request(variant, made, values, given["device"], given["target"], given["schedule"])

@@ -26,6 +26,7 @@ from ..ir.attention import SEED
 from ..ir.errors import Problem, WeftError, collected
 from ..plans import describe
 from ..plans.request import Request, ranges_of, request_of
+from ..plans.stored import Stored
 from ..runtime import driver
 from ..runtime.run.variant import forget
 from ..runtime.store import tuned
@@ -52,6 +53,8 @@ def tune(
     name = str(attention.name)
     if attention.latent is not None:
         raise WeftError(f"{name}: tune: expected a variant without latent attention")
+    if isinstance(shape, Stored):
+        raise WeftError(f"{name}: tune: expected a shape without FP8 operands, whose forms are not timed")
     values = with_drawn(attention, shape, values)
     missing = sorted({s.name for s in attention.canonical.scalars} - {*values, SEED.name})
     if missing:

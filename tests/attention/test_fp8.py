@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 import weft
 from benchmarks import fp8_accuracy
 from weft import kv_pos, q_pos
+from weft.compiler.planning.dtypes import dtype_named
 
 from ..support import check_errors, mostly, poisoned
 from .cases import CAUSAL, cases
@@ -511,6 +512,77 @@ def test_a_plan_counts_the_bytes_of_each_operand() -> None:
         read = sum(n * t.element_size() for n, t in zip(sizes.values(), given))
         assert plan.kernels[0].hbm_read.value == read, words
         assert f"D 64  Dv 32  {words}\n" in ALL.explain(*given, device="h100", target="triton", schedule="flash")
+
+
+PER = ("tensor", "head", 64, 128, "token")
+
+
+@pytest.mark.parametrize("dtypes", [("e4m3", "e4m3"), ("bf16", "e4m3"), ("fp32", "e5m2"), ("e5m2", "fp16")])
+@pytest.mark.parametrize("device", ["h100", "cpu"])
+def test_a_plan_of_sizes_is_that_of_the_tensors_they_stand_for(dtypes: tuple[str, str], device: str) -> None:
+    query_dtype, kv_dtype = (dtype_named(name).torch for name in dtypes)
+    for per, length in [(per, 300) for per in PER] + [("head", 2), ("token", 2)]:
+        sizes = weft.shape(batch=2, heads=8, kv_heads=2, q_len=length, kv_len=400, head_dim=64, value_dim=32,
+                           dtype=dtypes[0], kv_dtype=dtypes[1], descale=per)  # fmt: skip
+        shapes = {"query": (2, 8, length, 64), "key": (2, 2, 400, 64), "value": (2, 2, 400, 32)}
+        given = [torch.empty(n, dtype=query_dtype if name == "query" else kv_dtype) for name, n in shapes.items()]
+        options = {}
+        for name, tensor in zip(shapes, given):
+            if tensor.dtype in (E4M3, E5M2):
+                options[f"{name[0]}_descale"] = weft.fp8.quantize(torch.ones(shapes[name]), per=per).descale
+        wanted = CAUSAL.explain(*given, device=device, **options)
+        assert CAUSAL.explain(sizes, device=device) == wanted
+        nowhere = {n: t.to("meta") for n, t in options.items()}
+        assert CAUSAL.explain(*(t.to("meta") for t in given), device=device, **nowhere) == wanted
+
+
+@pytest.mark.parametrize("per", ["head", "token"])
+def test_sizes_with_lengths_stand_for_padded_packed_and_paged_tensors(per: str) -> None:
+    given = {"heads": 8, "kv_heads": 2, "head_dim": 64, "kv_dtype": "e4m3", "descale": per}
+    key, value = torch.empty(2, 2, 2, 512, 64).unbind()
+    starts, lens = torch.tensor([0, 100, 512], dtype=torch.int32), torch.tensor([500, 9], dtype=torch.int32)
+    pages = torch.arange(64, dtype=torch.int32).view(2, 32)
+
+    def wanted(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **lengths: torch.Tensor) -> str:
+        key8, value8 = (weft.fp8.quantize(t, per=per) for t in (keys, values))
+        found = {"k_descale": key8.descale, "v_descale": value8.descale}
+        if "block_table" in lengths and per == "head":
+            found = {n: t[:1] for n, t in found.items()}
+        return str(CAUSAL.plan(query.bfloat16(), key8.data, value8.data, device="h100", **found, **lengths))
+
+    padded = weft.shape(**given, batch=2, q_len=300, kv_len=512)
+    assert str(CAUSAL.plan(padded, device="h100", kv_lens=lens)) == wanted(
+        torch.empty(2, 8, 300, 64), key, value, kv_lens=lens
+    )
+    both = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+    packed = CAUSAL.plan(weft.shape(**given, q_len=512), device="h100", **both)
+    assert str(packed) == wanted(torch.empty(1, 8, 512, 64), key[:1], value[:1], **both)
+    paged = {"block_table": pages, "kv_lens": lens}
+    pools = [t.reshape(64, 2, 16, 64) for t in (key, value)]
+    step = CAUSAL.plan(weft.shape(**given, batch=2, q_len=1, kv_len=512), device="h100", **paged)
+    assert str(step) == wanted(torch.empty(2, 8, 1, 64), *pools, **paged)
+    for wrong, message in (
+        ({"descale": 64}, "shape: descale: expected 'tensor', 'head' or 'token' with pages, got 64"),
+        ({"kv_len": 500}, "shape: kv_len: expected a multiple of the 32 pages of block_table, got 500"),
+        ({"head_dim": 300}, "shape: head_dim: expected 1 to 256, got 300"),
+    ):
+        with pytest.raises(weft.WeftError, match=message):
+            CAUSAL.plan(weft.shape(**{**given, "batch": 2, "q_len": 1, "kv_len": 512, **wrong}), **paged)
+
+
+def test_sizes_of_fp8_that_are_not_planned() -> None:
+    sizes = weft.shape(heads=8, q_len=64, head_dim=64, kv_dtype="e4m3")
+    with pytest.raises(weft.WeftError, match="causal: a call with FP8 operands has no backward"):
+        CAUSAL.source(sizes, direction="backward")
+    with pytest.raises(weft.WeftError, match="tune: expected a shape without FP8 operands, whose forms are not timed"):
+        weft.tune(CAUSAL, sizes)
+    latent = weft.Attention(mask=kv_pos <= q_pos, latent=weft.Latent(rank=512, rope=64), name="by_sizes")
+    with pytest.raises(weft.WeftError, match="by_sizes: shape: a plan of a latent cache in FP8 wants its tensors"):
+        latent.plan(weft.shape(heads=8, q_len=64, head_dim=192, value_dim=128, kv_dtype="e4m3"))
+    with pytest.raises(weft.WeftError, match="k_descale: expected none beside sizes that are not FP8; name kv_dtype="):
+        CAUSAL.plan(weft.shape(heads=8, q_len=64, head_dim=64), k_descale=2.0)
+    with weft.settings(check=True):
+        assert CAUSAL.plan(sizes, k_descale=2.0).kernels
 
 
 def test_a_plan_says_who_computes_fp8_and_who_cannot() -> None:

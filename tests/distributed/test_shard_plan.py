@@ -271,6 +271,9 @@ def test_deals() -> None:
             {"strategy": "tree"},
             r"strategy: expected one of auto, exchange, ring, gather, heads, heads\+exchange, .*, got 'tree'",
         ),
+        (CAUSAL, {"dtype": "e4m3"}, r"dtype: expected one of bf16, fp16, fp32, fp64, got 'e4m3'"),
+        (CAUSAL, {"dtype": []}, r"dtype: expected one of bf16, fp16, fp32, fp64, got \[\]"),
+        (CAUSAL, {"value_dim": 0}, r"value_dim: expected a positive int, got 0"),
         (CAUSAL, {"balance": 3}, r"balance: expected one of auto, contiguous, zigzag, striped, pairs, got 3"),
         (CAUSAL, {"kv_heads": 3}, r"heads: expected a multiple of kv_heads 3, got 8"),
         (

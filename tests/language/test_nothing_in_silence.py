@@ -88,8 +88,16 @@ def test_questions_about_no_call() -> None:
         ({"kv_heads": 0}, "shape: kv_heads: expected a positive int, got 0"),
         ({"kv_len": 0}, "shape: kv_len: expected a positive int, got 0"),
         ({"value_dim": 0}, "shape: value_dim: expected a positive int, got 0"),
-        ({"dtype": "e4m3"}, "shape: dtype: expected .*, got 'e4m3'; a plan of FP8 operands wants their tensors"),
-        ({"dtype": torch.float16}, "shape: dtype: expected 'bf16', 'fp16' or 'fp32', got torch.float16"),
+        ({"dtype": "fp8"}, "shape: dtype: expected 'bf16', 'fp16', 'fp32', 'e4m3' or 'e5m2', got 'fp8'$"),
+        ({"dtype": []}, r"shape: dtype: expected 'bf16', .*, got \[\]$"),
+        ({"dtype": torch.float16}, "shape: dtype: expected 'bf16', .*, got torch.float16; write 'fp16'"),
+        ({"dtype": torch.float64}, "shape: dtype: expected 'bf16', .*, got torch.float64$"),
+        ({"kv_dtype": torch.float8_e5m2}, "shape: kv_dtype: expected .*, got torch.float8_e5m2; write 'e5m2'"),
+        ({"kv_dtype": "fp16"}, "shape: kv_dtype: expected 'bf16' as the query has, or FP8, got 'fp16'"),
+        ({"descale": "head"}, "shape: descale: expected None, as nothing is FP8, got 'head'; name kv_dtype='e4m3'"),
+        ({"dtype": "e4m3", "descale": "row"}, "descale: expected 'tensor', 'head', 64, 128 or 'token', got 'row'"),
+        ({"dtype": "e4m3", "descale": []}, r"descale: expected 'tensor', 'head', 64, 128 or 'token', got \[\]"),
+        ({"kv_dtype": "e4m3", "descale": True}, "descale: expected 'tensor', 'head', 64, 128 or 'token', got True"),
     ],
 )
 def test_shapes(given: Mapping[str, Any], match: str) -> None:

@@ -98,6 +98,30 @@ def test_explain_says_what_the_method_says() -> None:
     assert output == variant.explain(shape, device="h100", window=64) + "\n"
 
 
+def test_explain_of_fp8_operands() -> None:
+    given = [
+        "explain",
+        "--mask",
+        "kv_pos <= q_pos",
+        "--heads",
+        "8",
+        "--q-len",
+        "1",
+        "--kv-len",
+        "4096",
+        "--device",
+        "h100",
+    ]
+    sizes = {"heads": 8, "q_len": 1, "kv_len": 4096, "head_dim": 128}
+    causal = weft.Attention(mask=weft.kv_pos <= weft.q_pos)
+    for per in ("token", 128, None):
+        more = [] if per is None else ["--descale", str(per)]
+        text = succeeds(*given, "--kv-dtype", "e4m3", *more)
+        shape = weft.shape(**sizes, kv_dtype="e4m3", descale=per)
+        assert text == causal.explain(shape, device="h100") + "\n" and "bf16, keys and values e4m3" in text
+    assert "e5m2" in succeeds(*given, "--dtype", "e5m2", "--short")
+
+
 def test_explain_of_a_call_over_ranks() -> None:
     causal = ("explain", "--mask", "kv_pos <= q_pos", "--heads", "32", "--kv-heads", "8", "--q-len", "131072",
               "--device", "h100")  # fmt: skip
@@ -437,6 +461,9 @@ def test_what_takes_long_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) 
         (["--mask", "True", "--heads", "4", "--kv-heads", "3"], "--heads: expected a multiple of kv_heads 3, got 4"),
         (["--mask", "True", "--heads", "0"], "Invalid value for '--heads'"),
         (["--mask", "True", "--dtype", "int8"], "Invalid value for '--dtype'"),
+        (["--mask", "True", "--kv-dtype", "fp16"], "--kv-dtype: expected 'bf16' as the query has, or FP8, got 'fp16'"),
+        (["--mask", "True", "--descale", "64"], "--descale: expected None, as nothing is FP8, got 64"),
+        (["--dtype", "e4m3", "--mesh", "4"], "mesh: expected operands of bf16, fp16 or fp32, as FP8 is of one device"),
         (["--mask", "True", "--device", "abacus"], "--device: expected one of a100, .*, got 'abacus'"),
         (["--mask", "True", "--target", "abacus"], "Invalid value for '--target'"),
         (["--mask", "True", "--schedule", "abacus"], "abacus"),
