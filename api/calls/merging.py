@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ir.errors import Problem, WeftError, collected
+from ..runtime.check.tensors import FLOATS
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -25,9 +26,10 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     tensor([[[[0.5000, 0.5000]]]])
     """
     _check(parts)
+    is_double = torch.float64 in {t.dtype for part in parts for t in part}
+    dtype = torch.float64 if is_double else torch.float32
     if len(parts) == 1:
-        return parts[0]
-    dtype = torch.promote_types(torch.promote_types(parts[0][0].dtype, parts[0][1].dtype), torch.float32)
+        return parts[0][0], parts[0][1].to(dtype)
     lses = torch.stack([lse.to(dtype) for _, lse in parts])
     lse, shares = lse_and_shares(lses)
     out = sum(share[..., None] * part.to(dtype) for share, (part, _) in zip(shares, parts))
@@ -73,9 +75,9 @@ def _check(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
         if out.shape[:-1] != lse.shape or out.dim() != 4:
             expected = "out [B, Hq, L, Dv] and lse [B, Hq, L]"
             problems.append(Problem(operand=f"part {n}", expected=expected, got=f"{[*out.shape]} and {[*lse.shape]}"))
-        elif not (out.is_floating_point() and lse.is_floating_point()) or out.device != lse.device:
+        elif not {out.dtype, lse.dtype} <= {*FLOATS} or out.device != lse.device:
             got = f"{out.dtype} on {out.device} and {lse.dtype} on {lse.device}"
-            problems.append(Problem(operand=f"part {n}", expected="floats on one device", got=got))
+            problems.append(Problem(operand=f"part {n}", expected="bf16, fp16, fp32 or fp64 on one device", got=got))
         elif (out.shape, out.device) != (first.shape, first.device):
             expected = f"out like that of the first part, {[*first.shape]} on {first.device}"
             problems.append(Problem(operand=f"part {n}", expected=expected, got=f"{[*out.shape]} on {out.device}"))

@@ -86,6 +86,19 @@ def test_parts_in_bf16_are_joined_in_float32() -> None:
     torch.testing.assert_close(lse.double(), expected[1], atol=1e-6, rtol=1e-6)
 
 
+def test_parts_are_joined_in_float64_where_one_of_them_is() -> None:
+    """It was asked of the first part alone, and of one part nothing was cast."""
+    out, lse = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5)
+    wanted = weft.merge([(out.double(), lse.double())] * 2)
+    for parts in ([(out, lse), (out, lse.double())], [(out, lse), (out.double(), lse)]):
+        merged, joined = weft.merge(parts)
+        assert (merged.dtype, joined.dtype) == (torch.float32, torch.float64)
+        torch.testing.assert_close(joined, wanted[1], atol=1e-14, rtol=0)
+    for dtype, found in ((torch.float16, torch.float32), (torch.float64, torch.float64)):
+        merged, joined = weft.merge([(out, lse.to(dtype))])
+        assert merged is out and joined.dtype == found
+
+
 def test_nan_and_large_numbers_stay() -> None:
     out, lse = torch.ones(1, 1, 2, 1), torch.tensor([[[torch.nan, 3e4]]])
     joined, total = weft.merge([(out, lse), (2 * out, lse)])
@@ -104,9 +117,13 @@ def test_nan_and_large_numbers_stay() -> None:
         ([(torch.ones(1, 1, 2, 3), torch.ones(1, 1, 2)), (1, 2, 3)], r"part 1: expected .* got int, int, int"),
         (
             [(torch.ones(1, 1, 2, 3), torch.ones(1, 1, 2, device="meta"))],
-            "part 0: expected floats on one device, got torch.float32 on cpu and torch.float32 on meta",
+            "part 0: expected bf16, fp16, .* on one device, got torch.float32 on cpu and torch.float32 on meta",
         ),
-        ([(torch.ones(1, 1, 2, 3).int(), torch.ones(1, 1, 2))], "part 0: expected floats on one device, got torch.int"),
+        ([(torch.ones(1, 1, 2, 3).to(torch.float8_e4m3fn), torch.ones(1, 1, 2))], "part 0: .*, got torch.float8_e4m3"),
+        (
+            [(torch.ones(1, 1, 2, 3).int(), torch.ones(1, 1, 2))],
+            "part 0: expected bf16, fp16, fp32 or fp64 on one device, got torch.int",
+        ),
         (
             [(torch.ones(1, 1, n, 3), torch.ones(1, 1, n)) for n in (2, 4)],
             r"part 1: expected out like that of the first part, \[1, 1, 2, 3\] on cpu, got \[1, 1, 4, 3\] on cpu",
