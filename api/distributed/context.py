@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..calls.internals import autocast
 from ..codegen.targets import target_named
 from ..codegen.torch_private import break_graph
 from ..ir.attention import SEED, Attention
@@ -170,7 +171,10 @@ class ContextParallel:
             )  # fmt: skip
         told: dict[str, str] = {"variant": type(attention).__name__}
         problem: Exception | None = None
+        query, key, value, uk, uv = autocast(query, key, value, uk, uv)
         latent = Projected(uk, uv, form)
+        if deterministic is None and torch.are_deterministic_algorithms_enabled():
+            deterministic = True
         try:
             if not isinstance(attention, Attention):
                 raise WeftError(f"attention: expected a weft.Attention, got {type(attention).__name__}")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..attention import Attention
 from ..calls.dtensors import is_sharded
+from ..calls.internals import autocast
 from ..ir.attention import Latent
 from ..ir.errors import Problem, UnavailableError, WeftError, collected
 from ..kv import DenseCache, PagedCache
@@ -217,6 +218,7 @@ def _check_captured(group: Group) -> None:
 def _told(layer: int, variant: Attention, query: Tensor, given: Mapping[str, Any]) -> dict[str, str]:
     """What ranks compare before they wait for each other: all that a mistake may differ in, by name, short."""
     is_variant = isinstance(variant, Attention)
+    (query,) = autocast(query)
     shapes = [f"{n} {[*t.shape]} {str(t.dtype)[6:]}" for n, t in given.items() if isinstance(t, Tensor)]
     numbers = [f"{n}={v!r}" for n, v in given.items() if not isinstance(v, Tensor)]
     return {

@@ -78,6 +78,13 @@ def _calls(here: Rank) -> None:
     here.told(others, lambda: cp.attention(CAUSAL, q, k, v, plan=plan, target="gpu" if is_odd else None), unknown)
     here.told(f"options: rank {ODD}: target=interpret, deterministic=None; others: target=None",
               lambda: cp.attention(CAUSAL, q, k, v, plan=plan, target="interpret" if is_odd else None))  # fmt: skip
+    torch.use_deterministic_algorithms(is_odd)
+    here.told(f"options: rank {ODD}: target=None, deterministic=True; others: target=None, deterministic=None",
+              lambda: cp.attention(CAUSAL, q, k, v, plan=plan))  # fmt: skip
+    torch.use_deterministic_algorithms(False)
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=is_odd)
+    words = f"{ODD}: bfloat16, bfloat16, bfloat16; others: float32"
+    here.told(f"dtypes: rank {words}", lambda: cast(cp.attention)(CAUSAL, q, k, v, plan=plan))
     packed = [cp.plan(CAUSAL, **SIZES, strategy="gather", cu_seqlens=s) for s in ([0, 4, 24], [0, 5, 24])]
     here.told(f"plan: rank {ODD}: gather", lambda: cp.attention(CAUSAL, q, k, v, plan=packed[is_odd]))
     docs = [(torch.arange(LENGTH) >= n).long() for n in (3, 4)]
@@ -200,6 +207,8 @@ def _caches(here: Rank, dim: str) -> None:
     def attend(sequence: int) -> Callable[[], object]:
         return lambda: cache.view([sequence]).attend(0, CAUSAL, query)
 
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=is_odd)
+    here.told(f"query: {word}[1, {query.shape[1]}, 1, 8] bfloat16; others", lambda: cast(attend(a))())
     here.told(f"step: {word}read only, 0 layers appended, 1: 20 + 0", attend(b if is_odd else a))
     here.told(others, lambda: cache.append([a], key[:, :, :2], None if is_odd else key[:, :, :2]), "append: ")
     with cache.extend([a], [1]) as step:

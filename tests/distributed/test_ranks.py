@@ -172,6 +172,14 @@ def _in_other_words(rank: int) -> list[str]:
     cp = ContextParallel(mesh, dim="cp", agree=False)
     wrong = compare(cp, "causal", "auto", "auto", (70, 70), 2, torch.bfloat16)
     wrong += compare(cp, "sink", "exchange", "zigzag", (96, 96), 2, torch.bfloat16, overlaps=True)
+    causal = variants(32)["causal"][0]
+    tensors = [torch.randn(B, H, 32, D, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    for strategy in ("exchange", "ring", "gather", "heads"):  # one computed in bf16, and others in float32
+        plan = cp.plan(causal, batch=B, heads=H, length=32, head_dim=D, dtype="fp32", strategy=strategy)
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = cp.attention(causal, *(cp.shard(t, plan) for t in tensors), plan=plan), causal(*tensors)
+        if found.dtype != torch.bfloat16 or not torch.allclose(found, cp.shard(expected, plan), atol=0.02):
+            wrong.append(f"rank {rank}: {strategy} under autocast")
     refused = {"pass dim=, one of dp, cp, or two of them": None, "expected two of dp, cp, in this order": ("cp", "dp")}
     for expected, dim in refused.items():
         try:
