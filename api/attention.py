@@ -318,6 +318,7 @@ class Attention(Methods, Declaration):
     ) -> tuple[Attention, Sequence[Tensor | Shape], dict[str, Any]]:
         """The variant whose kernels a call takes, its operands, and the options that are left to describe."""
         seed, train = options.get("seed"), options.get("train", True)
+        call_options.check_values(str(self.name), {"train": train})
         seed_of(str(self.name), seed, seed.device if isinstance(seed, Tensor) else torch.device("cpu"))
         more = options.get("operands")
         options = {n: value for n, value in options.items() if n not in ("seed", "train", "operands")}

@@ -14,14 +14,15 @@ from ..calls.internals import autocast
 from ..codegen.targets import target_named
 from ..codegen.torch_private import break_graph
 from ..ir.attention import SEED, Attention
-from ..ir.errors import Problem, UnavailableError, WeftError, collected
+from ..ir.errors import Problem, UnavailableError, WeftError, collected, shown
 from ..ir.expr import Scalar
+from ..ir.numbers import is_int
 from ..ir.philox import drawn_seed
 from ..runtime.call import Call, Dense, Packed, Sequences, choices_of
 from ..runtime.check.operands import as_number, check_dropout, check_operands, seed_of
 from ..runtime.check.tensors import check_latent, main_problems
 from ..runtime.descales import FP8
-from ..runtime.options import Form
+from ..runtime.options import Form, check_values
 from ..runtime.run.variant import Variant, variant_of
 from . import agreement, by_heads, sharded, shardplan
 from .collectives import under_way
@@ -106,11 +107,14 @@ class ContextParallel:
     # -- rows ----------------------------------------------------------------------------------------------------------
     def rows(self, plan: ShardPlan, of: str = "queries") -> Tensor:
         """Positions in the sequence of the rows that this rank holds, int64. of: "queries" or "keys"."""
-        own = getattr(plan, of).rows(self.rank)
+        _check_plan("rows", plan, self.ranks)
+        own = _deal_of("rows", plan, of).rows(self.rank)
         return torch.cat([torch.arange(*run) for run in own]) if own else torch.arange(0)
 
     def shard(self, tensor: Tensor, plan: ShardPlan, dim: int = 2) -> Tensor:
         """This rank's rows of a tensor that it has whole, along `dim`; its gradient is that of these rows."""
+        _check_plan("shard", plan, self.ranks)
+        _check_dim(f"{plan.attention.name}: shard", tensor, dim)
         own = _deal(plan, tensor.shape[dim]).rows(self.rank)
         parts = [tensor.narrow(dim, first, end - first) for first, end in own]
         return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
@@ -180,7 +184,10 @@ class ContextParallel:
                 raise WeftError(f"attention: expected a weft.Attention, got {type(attention).__name__}")
             told = {"variant": f"{attention.name} ({attention.canonical.digest})"}
             _check_plan(str(attention.name), plan, self.ranks)
+            values = {"return_lse": return_lse, "target": target, "deterministic": deterministic, "train": train}
+            check_values(str(attention.name), {**values, "form": form})
             operands = {n: v for n, v in operands.items() if n not in attention.canonical.unread}  # as other calls do
+            operands = shardplan.as_numbers(attention, operands)
             if attention.canonical.drops and not train:
                 attention, plan, operands = _undropped(attention, plan, operands)
             operands |= _seed(attention, operands, seed, query)
@@ -263,11 +270,6 @@ class ContextParallel:
                 problems.append(
                     Problem(operand=n, expected="real numbers over ranks", got=str(tensor.dtype), next_step=how)
                 )
-        for n in plan.looked_at:
-            if n in operands and not stands_on(plan, n, operands[n]):
-                problems.append(
-                    Problem(operand=n, what="the plan stands on another value", next_step="make a plan with this one")
-                )
         if problems:
             return collected(name, problems)
         try:
@@ -279,6 +281,10 @@ class ContextParallel:
                 form_of(attention, sizes, latent, (query, key, *operands.values()))
                 found = _unlike(query, {"cache": key, **latent.tensors})
             check_operands(attention, operands, query.device, found)
+            what, how = "the plan stands on another value", "make a plan with this one"
+            stale = [n for n in plan.looked_at if n in operands and not stands_on(plan, n, operands[n])]
+            if stale:
+                return collected(name, [Problem(operand=n, what=what, next_step=how) for n in stale])
             if target is not None:
                 target_named(target)
             variant = variant_of(attention)
@@ -344,13 +350,25 @@ def _check_plan(name: str, plan: object, ranks: int) -> None:
 def _check_rows(plan: ShardPlan, tensor: object, dim: int, of: str, rank: int) -> None:
     """Raise WeftError where a tensor has not the rows of a rank along a dimension."""
     name = f"{plan.attention.name}: unshard"
-    if of not in ("queries", "keys"):
-        raise WeftError(f"{name}: of: expected 'queries' or 'keys', got {of!r}")
-    if not isinstance(tensor, Tensor) or not -tensor.dim() <= dim < tensor.dim():
-        got = f"{[*tensor.shape]}" if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise WeftError(f"{name}: expected a tensor with a dimension {dim}, got {got}")
-    if tensor.shape[dim] != (rows := count(getattr(plan, of).rows(rank))):
+    deal = _deal_of(name, plan, of)
+    _check_dim(name, tensor, dim)
+    assert isinstance(tensor, Tensor)
+    if tensor.shape[dim] != (rows := count(deal.rows(rank))):
         raise WeftError(f"{name}: expected {rows} rows, those of the {of} of rank {rank}, got {tensor.shape[dim]}")
+
+
+def _check_dim(name: str, tensor: object, dim: object) -> None:
+    """Raise WeftError where this is no tensor with such a dimension."""
+    if not isinstance(tensor, Tensor) or not is_int(dim) or not -tensor.dim() <= dim < tensor.dim():
+        got = f"{[*tensor.shape]}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise WeftError(f"{name}: expected a tensor with a dimension {shown(dim)}, got {got}")
+
+
+def _deal_of(name: str, plan: ShardPlan, of: object) -> Deal:
+    """How queries or keys are dealt."""
+    if of not in ("queries", "keys"):
+        raise WeftError(f"{name}: of: expected 'queries' or 'keys', got {shown(of)}")
+    return plan.queries if of == "queries" else plan.keys
 
 
 def _deal(plan: ShardPlan, length: int) -> Deal:

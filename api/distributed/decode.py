@@ -31,6 +31,7 @@ from .changes import Changes, some_of
 from .interleaved import Division, interleaved
 from .joins import Group, gathered_heads, joined
 from .placed import Names, names_beside
+from .shardplan import as_numbers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -219,6 +220,7 @@ def _told(layer: int, variant: Attention, query: Tensor, given: Mapping[str, Any
     """What ranks compare before they wait for each other: all that a mistake may differ in, by name, short."""
     is_variant = isinstance(variant, Attention)
     (query,) = autocast(query)
+    given = as_numbers(variant, given) if is_variant else given
     shapes = [f"{n} {[*t.shape]} {str(t.dtype)[6:]}" for n, t in given.items() if isinstance(t, Tensor)]
     numbers = [f"{n}={v!r}" for n, v in given.items() if not isinstance(v, Tensor)]
     return {
@@ -409,14 +411,14 @@ class _Sharded(Cache):
         return kept(self._agreements.get(dim), what)
 
     @contextmanager
-    def _made_by_all(self) -> Iterator[None]:
-        """Around what makes the cache: where one rank makes none, others hear of it."""
+    def _made_by_all(self, *descales: Given) -> Iterator[None]:
+        """Around what makes the cache: where one rank makes none, others hear of it. descales: those of all heads."""
         try:
             yield
         except Exception as error:
             self.check({"cache": type(self).__name__}, error)
             raise
-        self._agree_on_sizes()
+        self._agree_on_sizes(descales)
 
     def check(self, told: Mapping[str, str], problem: Exception | None) -> None:
         """Raise WeftError on all ranks where they differ in what they are told, or where one has a problem."""
@@ -429,10 +431,15 @@ class _Sharded(Cache):
         if problem is not None:
             raise problem
 
-    def _agree_on_sizes(self) -> None:
+    def _agree_on_sizes(self, descales: Sequence[Given]) -> None:
         sizes = self.layers, self.all_kv_heads, self.head_dim, self.value_dim, self.page, len(self._blocks.holders)
         names = ("layers", "kv_heads", "head_dim", "value_dim", "page", "blocks")
         told = {"cache": type(self).__name__, "dtype": str(self.dtype), **dict(zip(names, map(str, sizes)))}
+        told |= {"latent": str(self.latent), "scale": "none"}
+        if self.scales is not None:
+            told["scale"] = "token" if self.scales.by_token else "head"
+            told["rope_dtype"] = str(self._ropes[0].dtype) if self._ropes else "none"
+            told |= zip(("k_descale", "v_descale"), map(_words_of, descales))
         self.check(told, None)
 
 
@@ -464,7 +471,7 @@ class ShardedPagedCache(_Sharded, PagedCache):
         v_descale: Given = None, rope_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self._meet(heads, sequence, agree)
-        with self._made_by_all():
+        with self._made_by_all(k_descale, v_descale):
             kv_heads = self._divide(kv_heads)
             page = 16 * self.share.ranks if page is None else page
             super().__init__(
@@ -490,7 +497,7 @@ class ShardedDenseCache(_Sharded, DenseCache):
         rope_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self._meet(heads, sequence, agree)
-        with self._made_by_all():
+        with self._made_by_all(k_descale, v_descale):
             kv_heads = self._divide(kv_heads)
             if is_size(capacity) and capacity % self.share.ranks:
                 raise WeftError(
@@ -502,6 +509,14 @@ class ShardedDenseCache(_Sharded, DenseCache):
                 latent=latent, dtype=dtype, device=device, scale=scale, k_descale=self._own_descale(k_descale),
                 v_descale=self._own_descale(v_descale), rope_dtype=rope_dtype,
             )  # fmt: skip
+
+
+def _words_of(descale: Given) -> str:
+    """Descales, short, for ranks to compare."""
+    if descale is None:
+        return "none"
+    numbers = torch.as_tensor(descale, dtype=torch.float32).flatten().tolist()
+    return f"{some_of(numbers)} ({crc32(repr(numbers).encode()):08x})" if len(numbers) > 1 else repr(numbers[0])
 
 
 def _group(name: str, option: str, given: Any) -> Group:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..codegen.torch_private import group_named, timeout_of
 from ..ir.errors import WeftError, shown
+from ..ir.numbers import is_int
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,9 +33,15 @@ def groups_of(mesh: DeviceMesh | dist.ProcessGroup | None, dim: Dim | tuple[Dim,
     mesh: a group is one already; all ranks where not given. Raises WeftError for dimensions that are none.
     """
     if mesh is None or isinstance(mesh, dist.ProcessGroup):
-        if isinstance(dim, tuple):
-            raise WeftError(f"ContextParallel: dim={shown(dim)} are dimensions of a mesh; pass a DeviceMesh")
+        if dim is not None:
+            are = "are dimensions" if isinstance(dim, tuple) else "is a dimension"
+            raise WeftError(f"ContextParallel: dim={shown(dim)} {are} of a mesh; pass a DeviceMesh")
         return Groups(mesh or dist.group.WORLD)
+    if not hasattr(mesh, "mesh_dim_names"):  # what new_group gives to ranks that it leaves out is a number
+        raise WeftError(
+            "ContextParallel: expected a DeviceMesh, or a process group that this rank belongs to, got "
+            f"{type(mesh).__name__}; ranks outside of a group leave the call to others"
+        )
     names: tuple[Dim, ...] = mesh.mesh_dim_names or tuple(range(mesh.ndim))
     if isinstance(dim, tuple):
         return _of_two(mesh, names, dim)
@@ -43,6 +50,8 @@ def groups_of(mesh: DeviceMesh | dist.ProcessGroup | None, dim: Dim | tuple[Dim,
             f"ContextParallel: the mesh has {mesh.ndim} dimensions; pass dim=, one of {', '.join(map(str, names))}, or "
             "two of them, (outer, inner)"
         )
+    if dim is not None and dim not in names and not (is_int(dim) and 0 <= dim < mesh.ndim):
+        raise WeftError(f"ContextParallel: dim: expected one of {', '.join(map(str, names))}, got {shown(dim)}")
     return Groups(mesh.get_group(0 if dim is None else dim))
 
 

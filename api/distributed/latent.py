@@ -55,9 +55,6 @@ def form_of(attention: Attention, sizes: Shape, given: Projected, others: Sequen
     tensors = [t for t in (*others, *given.tensors.values()) if isinstance(t, Tensor)]
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     form, is_projected = given.form, bool(given.tensors)
-    if form not in (None, "expanded", "absorbed"):
-        problem = Problem(option="form", expected="'expanded', 'absorbed' or None", got=repr(form))
-        raise WeftError.of(str(attention.name), problem)
     if form == "expanded" and not is_projected:
         problem = Problem(option="form", what="form='expanded' needs uk and uv", named=True)
         raise WeftError.of(str(attention.name), problem)

@@ -79,7 +79,10 @@ class Sight:
         read = {n for line in self.facts.kv_tiles.body for n in names(line.value)}
         needed = [p for p in self.attention.canonical.parameters if p.name in read and p.name not in self.given]
         if needed:
-            kinds = {p.name: "a tensor" if isinstance(p, TensorOperand) else f"a {p.dtype}" for p in needed}
+            kinds = {
+                p.name: "a tensor" if isinstance(p, TensorOperand) else f"{'an' if p.dtype == 'int' else 'a'} {p.dtype}"
+                for p in needed
+            }
             problems = [
                 Problem(operand=n, what="missing", expected=kind, next_step=f"pass {n}=..., which the mask reads")
                 for n, kind in kinds.items()

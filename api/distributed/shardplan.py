@@ -18,10 +18,11 @@ from ..compiler.planning.machines import hardware
 from ..compiler.planning.machines.hardware import Hardware
 from ..compiler.planning.records import Shape
 from ..ir.attention import Attention
-from ..ir.errors import Problem, WeftError, shown
+from ..ir.errors import Problem, WeftError, collected, shown
 from ..ir.expr import TensorOperand
 from ..ir.numbers import is_int
 from ..ir.philox import TOGETHER
+from ..runtime.check.operands import as_number, operand_problems
 from ..runtime.run.variant import variant_of
 from . import rings, rows
 from .described import lines
@@ -407,12 +408,15 @@ def plan(
 
     Raises WeftError for sizes and names that are none.
     """
+    if not isinstance(attention, Attention):
+        raise WeftError(f"plan: expected a weft.Attention, got {type(attention).__name__}")
     is_latent = attention.latent is not None
     keys = length if kv_length is None else kv_length
     sizes = Shape(batch, heads, (1 if is_latent else heads) if kv_heads is None else kv_heads, length, keys, head_dim,
                   head_dim if value_dim is None else value_dim, dtype)  # fmt: skip
     mesh = ranks if isinstance(ranks, tuple) else (ranks,)
-    _check(mesh, sizes, strategy, balance, is_latent)
+    _check(mesh, sizes, strategy, balance, is_latent, q_offset, links)
+    operands = _own(attention, operands)
     starts = None if cu_seqlens is None else _starts(cu_seqlens, sizes, q_offset)
     offset = keys - length if q_offset is None else q_offset
     machine = hardware.this_machine() if device is None else hardware.by_name(device)
@@ -494,7 +498,12 @@ def _has_row_sums(attention: Attention) -> bool:
 
 def _starts(given: Sequence[int] | Tensor, sizes: Shape, q_offset: int | None) -> tuple[int, ...]:
     """The starts of packed sequences. Raises WeftError for those that are none."""
-    starts = tuple(int(n) for n in (given.tolist() if isinstance(given, Tensor) else given))
+    numbers: Any = given.tolist() if hasattr(given, "tolist") else given  # of numpy, too
+    numbers = [as_number(n, int) for n in numbers] if isinstance(numbers, Iterable) else [None]
+    if not all(is_int(n) for n in numbers):
+        expected, got = "ints, the first row of each sequence and the end", shown(given)
+        raise WeftError.of("plan", Problem(option="cu_seqlens", expected=expected, got=got))
+    starts = tuple(map(int, numbers))
     problems = []
     if not starts or starts[0] != 0 or any(a > b for a, b in pairwise(starts)) or starts[-1] > sizes.q_len:
         expected = f"the first row of each sequence from 0 on, and the end, at most {sizes.q_len}"
@@ -510,7 +519,25 @@ def _starts(given: Sequence[int] | Tensor, sizes: Shape, q_offset: int | None) -
     return starts
 
 
-def _check(mesh: tuple[Any, ...], sizes: Shape, strategy: str, balance: str, is_latent: bool) -> None:
+def _own(attention: Attention, operands: Mapping[str, Any]) -> dict[str, Any]:
+    """Operands that are given, of those that the variant reads. Raises WeftError for what a call would refuse. Options
+    of dropout may be there, as in other plans."""
+    beside = {*attention.canonical.unread, "seed", "train"}
+    given = as_numbers(attention, {n: v for n, v in operands.items() if n not in beside})
+    if problems := operand_problems(attention, given, None, all_of=()):
+        raise collected(f"{attention.name}: plan", problems)
+    return given
+
+
+def as_numbers(attention: Attention, operands: Mapping[str, Any]) -> dict[str, Any]:
+    """Operands with numbers as Python's, so that ranks which give numpy's say the same."""
+    kinds = {s.name: int if s.dtype == "int" else float for s in attention.canonical.scalars}
+    return {n: as_number(value, kinds.get(n)) for n, value in operands.items()}
+
+
+def _check(
+    mesh: tuple[Any, ...], sizes: Shape, strategy: str, balance: str, is_latent: bool, q_offset: object, links: object
+) -> None:  # fmt: skip
     numbers = {"batch": sizes.batch, "heads": sizes.heads, "kv_heads": sizes.kv_heads,
                "length": sizes.q_len, "kv_length": sizes.kv_len, "head_dim": sizes.head_dim,
                "value_dim": sizes.value_dim}  # fmt: skip
@@ -525,6 +552,10 @@ def _check(mesh: tuple[Any, ...], sizes: Shape, strategy: str, balance: str, is_
     for name, value, known in (("strategy", strategy, STRATEGIES), ("balance", balance, BALANCES)):
         if value not in (AUTO, *known):
             problems.append(Problem(option=name, expected=f"one of {', '.join((AUTO, *known))}", got=shown(value)))
+    if q_offset is not None and not is_int(q_offset):
+        problems.append(Problem(option="q_offset", expected="an int or None", got=shown(q_offset)))
+    if links is not None and not isinstance(links, Links):
+        problems.append(Problem(option="links", expected="weft.distributed.Links or None", got=shown(links)))
     if not problems and sizes.heads % sizes.kv_heads:
         problems.append(
             Problem(option="heads", expected=f"a multiple of kv_heads {sizes.kv_heads}", got=str(sizes.heads))

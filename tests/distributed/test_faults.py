@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,6 +93,22 @@ def _calls(here: Rank) -> None:
     here.told(
         f"plan: rank {ODD}: gather", lambda: cp.attention(DOCUMENTS, q, k, v, plan=looked[is_odd], doc=docs[is_odd])
     )
+    for option, value in (("return_lse", "no"), ("deterministic", 3), ("train", None), ("target", []), ("form", "x")):
+        told, odd = f"causal: {option}: expected", {option: value} if is_odd else {}
+        here.told(others + told, lambda: cp.attention(CAUSAL, q, k, v, plan=plan, **odd), told)  # noqa: B023
+    recent = weft.Attention(mask=weft.q_pos - weft.kv_pos < weft.scalar("window", int), name="recent")
+    of_window = cp.plan(recent, **SIZES, strategy="ring", window=numpy.int64(5))
+    window = numpy.int64(5) if is_odd else 5  # the same number
+    here.same("a number of numpy", *(cp.attention(recent, q, k, v, plan=of_window, window=w) for w in (window, 5)))
+    here.told("window: expected an int, got 5.5", lambda: cp.attention(recent, q, k, v, plan=of_window, window=5.5))
+    for wrong, call in (
+        ("rows: of: expected 'queries' or 'keys', got 'both'", lambda: cp.rows(plan, of="both")),
+        ("shard: expected a tensor with a dimension 9, got [1, 3, 8, 8]", lambda: cp.shard(q, plan, dim=9)),
+        ("shard: expected a tensor with a dimension 2, got NoneType", lambda: cp.shard(None, plan)),  # type: ignore[arg-type]
+        ("shard: plan: expected a ShardPlan, as cp.plan makes it, got NoneType", lambda: cp.shard(q, None)),  # type: ignore[arg-type]
+    ):
+        here.told(wrong, call)
+    here.told(others, lambda: cp.unshard(q, plan, dim="rows" if is_odd else 2), "a tensor with a dimension 'rows'")  # type: ignore[arg-type]
     here.told(others, lambda: cp.unshard(q, plan, of="query" if is_odd else "queries"), "of: expected 'queries' or")
     here.told(others, lambda: cp.unshard(q, plan, dim=7 if is_odd else 2), "expected a tensor with a dimension 7")
     here.told(f"tensor: rank {ODD}: [1, 3, 8] float64", lambda: cp.unshard(q.double() if is_odd else q, plan))
@@ -195,6 +212,16 @@ def _caches(here: Rank, dim: str) -> None:
         return ShardedPagedCache(16, **{dim: here.group}, page=page, **{**CACHE, **more})
 
     here.told(others, lambda: made(kv_heads=4 if is_odd else 3, head_dim=8 - 8 * is_odd), "expected")
+    eighths: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "scale": "head"}
+    ones = torch.ones(1, 3)
+    for what, differs in (
+        ("scale: ", {**eighths, "scale": "token"} if is_odd else eighths),
+        ("k_descale: ", eighths | {"k_descale": 2.0 if is_odd else 1.0}),
+        ("v_descale: ", eighths | {"v_descale": ones * (1 + is_odd)}),
+        ("latent: ", {"latent": weft.Latent(8 - 4 * is_odd, 4 + 4 * is_odd), "kv_heads": None, "head_dim": None}),
+    ):
+        if dim == "sequence" or what != "latent: ":  # a latent cache has one head
+            here.told(what, lambda: made(**differs))  # noqa: B023
     cache = made()
     key = torch.randn(1, 3, 20, 8, generator=torch.Generator().manual_seed(1))
     query = cache.shard(key[:, :, :1])

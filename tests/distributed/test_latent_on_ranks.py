@@ -92,7 +92,7 @@ def _refused(cp: ContextParallel) -> list[str]:
     uk, uv = _drawn(3, H, RANK, NOPE), _drawn(4, H, RANK, DV)
     calls = {
         "the absorbed form has no backward": {"form": "absorbed", "uk": uk.clone().requires_grad_(), "uv": uv},
-        "form: expected 'expanded', 'absorbed' or None, got 'other'": {"form": "other", "uk": uk, "uv": uv},
+        "form: expected 'expanded' or 'absorbed', got 'other'": {"form": "other", "uk": uk, "uv": uv},
         "value: latent attention takes query and cache only": {"value": cache, "uk": uk, "uv": uv},
         "form: rank 1: absorbed; others: expanded": {"form": FORMS[cp.rank], "uk": uk, "uv": uv},
     }  # fmt: skip

@@ -180,10 +180,14 @@ def _in_other_words(rank: int) -> list[str]:
             found, expected = cp.attention(causal, *(cp.shard(t, plan) for t in tensors), plan=plan), causal(*tensors)
         if found.dtype != torch.bfloat16 or not torch.allclose(found, cp.shard(expected, plan), atol=0.02):
             wrong.append(f"rank {rank}: {strategy} under autocast")
-    refused = {"pass dim=, one of dp, cp, or two of them": None, "expected two of dp, cp, in this order": ("cp", "dp")}
-    for expected, dim in refused.items():
+    refused = {"pass dim=, one of dp, cp, or two of them": None, "expected two of dp, cp, in this order": ("cp", "dp"),
+               "dim: expected one of dp, cp, got 'tp'": "tp"}  # fmt: skip
+    others: list[tuple[str, Any, Any]] = [(words, mesh, dim) for words, dim in refused.items()]
+    others += [("dim='cp' is a dimension of a mesh; pass a DeviceMesh", None, "cp"),
+               ("or a process group that this rank belongs to, got int; ranks outside", -100, None)]  # fmt: skip
+    for expected, given, dim in others:
         try:
-            ContextParallel(mesh, dim)  # type: ignore[arg-type]
+            ContextParallel(given, dim)
         except weft.WeftError as error:
             wrong += [] if expected in str(error) else [str(error)]
         else:

@@ -6,6 +6,7 @@ import doctest
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -134,7 +135,8 @@ def test_a_plan_of_the_same_numbers_is_made_once() -> None:
     packed: dict[str, Any] = {"ranks": 4, "length": 4096, "window": 64, **SIZES}
     starts = [0, 1000, 1000, 3000, 4096]
     one = plan(RECENT, cu_seqlens=starts, **packed)
-    assert plan(RECENT.replace(), cu_seqlens=torch.tensor(starts), **packed) is one
+    for same in (torch.tensor(starts), numpy.array(starts), [*map(numpy.int32, starts)]):
+        assert plan(RECENT.replace(), cu_seqlens=same, **packed) is one
     assert plan(RECENT, cu_seqlens=starts, **{**packed, "window": 65}) is not one
     assert plan(RECENT, cu_seqlens=starts, **packed, balance="zigzag") is not one
 
@@ -271,6 +273,21 @@ def test_deals() -> None:
             {"strategy": "tree"},
             r"strategy: expected one of auto, exchange, ring, gather, heads, heads\+exchange, .*, got 'tree'",
         ),
+        (
+            CAUSAL,
+            {"nonsense": 3},
+            r"causal: plan: nonsense: unknown operand or option; this variant's operands are: none",
+        ),
+        (CAUSAL, {"q_offset": 1.5}, r"q_offset: expected an int or None, got 1.5"),
+        (CAUSAL, {"links": 3}, r"links: expected weft.distributed.Links or None, got 3"),
+        (
+            CAUSAL,
+            {"cu_seqlens": [0, 3.7]},
+            r"cu_seqlens: expected ints, the first row of each sequence and the end, got",
+        ),
+        (CAUSAL, {"cu_seqlens": "abc"}, r"cu_seqlens: expected ints, .*got 'abc'"),
+        (CAUSAL, {"cu_seqlens": 5}, r"cu_seqlens: expected ints, .*got 5"),
+        ("causal", {}, r"plan: expected a weft.Attention, got str"),
         (CAUSAL, {"dtype": "e4m3"}, r"dtype: expected one of bf16, fp16, fp32, fp64, got 'e4m3'"),
         (CAUSAL, {"dtype": []}, r"dtype: expected one of bf16, fp16, fp32, fp64, got \[\]"),
         (CAUSAL, {"value_dim": 0}, r"value_dim: expected a positive int, got 0"),
@@ -288,6 +305,12 @@ def test_deals() -> None:
             CAUSAL,
             {"ranks": (2, 4), "heads": 12, "kv_heads": 3, "strategy": "heads+ring"},
             r"key heads that divide 4 ranks, or the other way around, got 3",
+        ),
+        (RECENT, {"window": 5.5}, r"recent: plan: window: expected an int, got 5.5"),
+        (
+            RECENT,
+            {"window": torch.tensor(5)},
+            r"recent: plan: window: expected a Python number, got a tensor; pass window",
         ),
         (RECENT, {}, r"recent: plan: window: missing; pass window=\.\.\., which the mask reads"),
         (MLA, {"kv_heads": 8}, r"kv_heads: expected 1, as a latent cache has, got 8"),

@@ -53,6 +53,7 @@ def qkv() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         (CAUSAL, {"q_offset": torch.zeros(2, dtype=torch.int32)}, r"expected an int or an int32 tensor \[1\], got"),
         (CAUSAL, {"return_lse": "yes"}, "causal: return_lse: expected True or False, got 'yes'"),
         (CAUSAL, {"deterministic": 1}, "causal: deterministic: expected True or False, got 1"),
+        (CAUSAL, {"train": None}, "causal: train: expected True or False, got None"),
         (CAUSAL, {"uk": torch.zeros(3)}, "causal: uk: uk, uv and form belong to variants declared with latent="),
         (CAUSAL, {"form": "absorbed"}, "causal: form: uk, uv and form belong to variants"),
         (MLA, {"form": "folded"}, "mla: form: expected 'expanded' or 'absorbed', got 'folded'"),
