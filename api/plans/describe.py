@@ -92,11 +92,12 @@ def _longest(attention: Attention, r: Request, options: Mapping[str, Any]) -> Co
     """What a launch divides keys by: tiles of a sequence with all rows, by positions."""
     offset, program = options.get("q_offset"), facts_of(attention).kv_tiles
     numbers = {n: v for n, v in options.items() if isinstance(v, (int, float))}
-    rows = r.sizes.q_len, r.sizes.kv_len
+    rows, unknown = (r.sizes.q_len, r.sizes.kv_len), r.forward.code.signature.offset == "per_row"
 
     def longest(block_q: int, block_kv: int) -> int:
         known = offset if isinstance(offset, int) else None
-        return longest_visits(program, *rows, block_q, block_kv, known, {"head_dim": r.head_dim, **numbers})
+        env = {"head_dim": r.head_dim, **numbers}
+        return longest_visits(program, *rows, block_q, block_kv, known, env, unknown)
 
     return longest
 

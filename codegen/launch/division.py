@@ -148,7 +148,8 @@ class Division(Part):
         offset = kv_len - q_len - short
         env = {"head_dim": head_dim, **dict(zip(self._numbers, numbers))}
         tiles = self._job.facts.kv_tiles
-        longest = longest_visits(tiles, q_len, kv_len, form.block_q, form.block_kv, offset, env)
+        unknown = self._job.signature.offset == "per_row"
+        longest = longest_visits(tiles, q_len, kv_len, form.block_q, form.block_kv, offset, env, unknown)
         return self._of_tiles[batches, heads, kv_heads, q_len, longest]
 
     def _by_tiles(self, batches: int, heads: int, kv_heads: int, q_len: int, longest: int) -> Parts:

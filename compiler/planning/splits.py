@@ -36,21 +36,29 @@ def tile_rows(most: int, rows: int) -> int:
 
 
 def longest_visits(
-    program: TileProgram, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: int | None, env: Environment
+    program: TileProgram, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: int | None, env: Environment,
+    unknown: bool = False,
 ) -> int:  # fmt: skip
     """Tiles of keys that the last queries of a sequence visit, by positions; all where that takes more to know.
 
-    env: values of scalars, and of head_dim.
+    env: values of scalars, and of head_dim. unknown: offsets lie on the device. Queries may then be far behind the last
+    key, as where ranks hold every n-th one: further away they are asked for as long as they see more.
     """
     rows = min(q_len, block_q)
-    last = None if q_offset is None else q_offset + q_len - rows
-    try:
-        found = count_tiles(
+    last = kv_len - rows if q_offset is None else q_offset + q_len - rows
+
+    def visited(last: int) -> int:
+        return count_tiles(
             program, q_len=rows, kv_len=kv_len, block_q=rows, block_kv=block_kv, q_offset=last, env=env
-        )  # fmt: skip
+        ).visited  # fmt: skip
+
+    try:
+        found = visited(last)
+        while unknown and (more := visited(last := 2 * (last + rows) - rows)) > found:
+            found = more
     except WeftError:  # it reads tensors
         return -(-kv_len // block_kv)
-    return found.visited
+    return found
 
 
 @lru_cache(maxsize=4096)

@@ -15,6 +15,7 @@ from weft.compiler.planning.records import Shape
 from weft.compiler.planning.segments import segments_of
 from weft.compiler.planning.signature import Widths
 from weft.compiler.planning.splits import MOST_PARTS, divided, longest_visits, tile_rows
+from weft.distributed.interleaved import Division, interleaved
 from weft.runtime.run.variant import variant_of
 
 from ..support import check_errors, check_variant, mostly, poisoned
@@ -254,6 +255,21 @@ def test_what_the_longest_sequence_visits():
     seen = lambda n, **env: longest_visits(facts.kv_tiles, 1, 1 << 17, 64, 64, None, {"head_dim": 64, **env})  # noqa: E731
     assert seen(1, window=1024) in (16, 17)
     assert seen(1) == (1 << 17) // 64, "without the window's value: all"
+
+
+@pytest.mark.parametrize("name", ["causal", "window"])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_what_the_longest_sequence_visits_on_one_of_several_ranks(name, ranks):
+    """Positions go up to `ranks` times the keys that lie here: they were taken for a sequence of these alone."""
+    whole = CAUSAL if name == "causal" else VARIANTS["window"][0]
+    facts, env = variant_of(interleaved(whole, Division(ranks))).facts, {"head_dim": 64, "window": 4096, "first_key": 0}
+    tokens, own = 8192, 8192 // ranks
+    seen = lambda offset, **more: longest_visits(facts.kv_tiles, 1, own, 64, 64, offset, env, **more)  # noqa: E731
+    right = seen(tokens - 1)
+    assert right == (tokens if name == "causal" else 4096) // ranks // 64
+    assert seen(None, unknown=True) == seen(own - 1, unknown=True) == right
+    if ranks > 2:
+        assert seen(None) < right
 
 
 def test_a_table_is_read_up_to_the_length_alone():
