@@ -72,6 +72,7 @@ class ShardedStep(Step):
 
     cache: _Sharded
     _filled: ShardedStep | None = None  # of a fixed step: what it computes now
+    _first: Tensor | None = None  # positions of the first queries, once they were asked for
 
     @cached_property
     def _words(self) -> str:
@@ -147,8 +148,7 @@ class ShardedStep(Step):
         placed = _placed(variant, division)
         has_lse = variant.canonical.weighs.saves_lse
         if sequence.ranks > 1:
-            new = self.q_lens if self.state != "read only" else query.shape[2]
-            options["q_offset"] = self.kv_lens - new
+            options["q_offset"] = self._positions_of(query)
         options = {**super().options_of(layer), **options, "return_lse": has_lse}
         names = placed.names
         beside = {names.first_key: sequence.rank, names.kv_len: self.kv_lens, names.head: heads.rank * query.shape[1]}
@@ -156,6 +156,16 @@ class ShardedStep(Step):
         value = self.values(layer) if self.cache.has_values else None
         found = placed.variant(query, self.keys(layer), value, **options, operands=operands)
         return found if has_lse else (found, None)
+
+    def _positions_of(self, query: Tensor) -> Tensor:
+        """The position of the first query of each sequence, int32 [B]: once a step where what it describes stays."""
+        if self.state == "read only":
+            return self.kv_lens - query.shape[2]
+        if self.state == "fixed" or _is_captured(query):
+            return self.kv_lens - self.q_lens
+        if self._first is None:
+            self._first = self.kv_lens - self.q_lens
+        return self._first
 
     def _group(self, query: Tensor) -> int:
         """Query heads of a key head, where ranks divide the heads; else 0."""

@@ -55,7 +55,8 @@ def _of_all(parts: Sequence[Tensor], wants_lse: bool) -> list[Tensor]:
         lse, shares = far_lse_and_shares(statistics)
     else:
         of_ranks = statistics[:, 0]
-        shares = of_ranks.softmax(0).masked_fill_(of_ranks == -torch.inf, 0.0)  # no rank may have seen a key
+        least = torch.finfo(of_ranks.dtype).min  # where no rank has seen a key: out is 0 then, whatever shares are
+        shares = of_ranks.clamp(min=least).softmax(0)
         lse = of_ranks.logsumexp(0)[None] if wants_lse else of_ranks
     whole = (shares[..., None] * out).sum(0, dtype=wide).to(out.dtype)  # shares are wide: so are products
     return [whole, lse.T] if wants_lse else [whole]

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from weft import masks
@@ -459,7 +460,32 @@ def _modules(ways: Ways) -> list[str]:
     return wrong
 
 
-PARTS = (_as_one, _prefixes, _large, _mistakes, _served, _modules)
+class _Differences(TorchDispatchMode):
+    """How often lengths are subtracted from lengths."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        lengths = [t for t in args if isinstance(t, Tensor) and t.dtype == torch.int32 and t.shape == (1,)]
+        self.number += func is torch.ops.aten.sub.Tensor and len(lengths) == 2
+        return func(*args, **(kwargs or {}))
+
+
+def _once_a_step(ways: Ways) -> list[str]:
+    """Positions are the same in all layers of a step, and others in the next one."""
+    cache = ShardedPagedCache(4, sequence=dist.group.WORLD, layers=3, kv_heads=1, head_dim=8, dtype=torch.float32)
+    a, wrong = cache.allocate(), list[str]()
+    for _ in range(2):
+        rows = torch.ones(1, 1, 3, 8)
+        with torch.no_grad(), cache.extend([a], [3]) as step, _Differences() as found:
+            for layer in range(3):
+                step.append(layer, rows, rows)
+                step.attend(layer, CAUSAL, rows)
+        wrong += [f"{found.number} differences of lengths"] if found.number != 1 else []
+    return wrong
+
+
+PARTS = (_as_one, _prefixes, _large, _mistakes, _served, _modules, _once_a_step)
 
 
 def _some(rank: int) -> list[str]:
