@@ -15,10 +15,10 @@ import random
 import re
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import CodeType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -66,9 +66,13 @@ class Shared:
 
     def __init__(self, tile: Tensor) -> None:
         self.tile, self.dtype = tile, tile.dtype
+        self._parts: dict[int, Shared] = {}
 
     def index(self, i: Any) -> Shared:
-        return Shared(self.tile[int(i)])
+        at = int(i)
+        if at not in self._parts:
+            self._parts[at] = Shared(self.tile[at])
+        return self._parts[at]
 
     def reshape(self, shape: Sequence[int]) -> Shared:
         return Shared(self.tile.view(list(shape)))
@@ -92,7 +96,7 @@ class Shared:
     def store(self, value: Tensor) -> None:
         self.tile.copy_(value)
 
-    @property
+    @cached_property
     def key(self) -> tuple[int, int]:
         return self.tile.untyped_storage().data_ptr(), self.tile.storage_offset()
 
@@ -154,12 +158,45 @@ class Token:
         return self.value
 
 
+# -- threads, which all programs share: to make one takes longer than most turns ---------------------------------------
+_idle: list[SimpleNamespace] = []
+
+
+def closed() -> threading.Lock:
+    """A lock that is taken, as one waits at it: semaphores of threading are written in Python and slower."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def start(work: Callable[[], None]) -> threading.Lock:
+    """Run something in an idle thread, which opens the lock at its end."""
+    thread = _idle.pop() if _idle else _new_thread()
+    thread.work, thread.end = work, closed()
+    thread.gate.release()
+    return cast(threading.Lock, thread.end)
+
+
+def _new_thread() -> SimpleNamespace:
+    thread = SimpleNamespace(gate=closed())
+
+    def run() -> None:
+        while True:
+            thread.gate.acquire()
+            thread.work()
+            _idle.append(thread)
+            thread.end.release()
+
+    threading.Thread(target=run, daemon=True).start()
+    return thread
+
+
 class Machine:
     """One program: its roles, its barriers and the copies under way."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.gates: list[threading.Semaphore] = []  # a role waits at its own for its turn
+        self.gates: list[threading.Lock] = []  # a role waits at its own for its turn
         self.barriers: dict[tuple[int, int], list[int]] = {}  # arrivals wanted, arrivals missing, bytes missing, phase
         self.copies: list[Callable[[], None]] = []
         self.leaving: dict[int, list[Callable[[], None]]] = {}  # copies to HBM that a role has begun
@@ -239,7 +276,7 @@ class Machine:
 
     # -- turns ---------------------------------------------------------------------------------------------------------
     def _me(self) -> int:
-        return int(threading.current_thread().name) if self.alive else -1
+        return self.turn if self.alive else -1  # nobody else runs
 
     def _pass_on(self) -> None:
         """Give the turn to any role that can go on, and wait for the own one."""
@@ -284,14 +321,12 @@ class Machine:
                 self.gates[self.turn if self.error is None else self.alive[0]].release()
 
         self.alive = list(range(len(roles)))
-        self.gates = [threading.Semaphore(0) for _ in roles]
-        threads = [threading.Thread(target=work, args=(r,), name=str(r)) for r in self.alive]
-        for thread in threads:
-            thread.start()
+        self.gates = [closed() for _ in roles]
+        ends = [start(partial(work, role)) for role in self.alive]
         self._choose()
         self.gates[self.turn].release()
-        for thread in threads:
-            thread.join()
+        for end in ends:
+            end.acquire()
         if self.error is not None:
             raise self.error
         assert not self.copies and not self.leaving, "a copy that nobody waited for"
@@ -306,6 +341,12 @@ class Layout:
 
 def _of(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.as_tensor(value)
+
+
+def _alike(a: Any, b: Any) -> Any:
+    """Both as tensors of one shape: torch would take a number's dtype for less than a tile's."""
+    a, b = _of(a), _of(b)
+    return (a, b) if a.shape == b.shape else torch.broadcast_tensors(a, b)
 
 
 def _load(pointer: Pointer, mask: Any = None, other: float = 0) -> Tensor:
@@ -433,10 +474,10 @@ class Language:
         return torch.where(_of(condition), a, b)
 
     def minimum(self, a: Any, b: Any) -> Tensor:
-        return torch.minimum(*torch.broadcast_tensors(_of(a), _of(b)))
+        return torch.minimum(*_alike(a, b))
 
     def maximum(self, a: Any, b: Any) -> Tensor:
-        return torch.maximum(*torch.broadcast_tensors(_of(a), _of(b)))
+        return torch.maximum(*_alike(a, b))
 
     def fma(self, a: Any, b: Any, c: Any) -> Tensor:
         return (_of(a).double() * b + c).float()
