@@ -13,6 +13,7 @@ import io
 import os
 import pickle
 import re
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,7 +79,8 @@ class Kernel:
     @cached_property
     def sass(self) -> list[tuple[int, str]]:
         """Machine code of an NVIDIA GPU: address and text of each instruction."""
-        text = kept(hashlib.sha256(self.cubin).hexdigest() + ".sass", partial(_disassembled, self.cubin))
+        arch = re.findall(r"^\.target sm_(\w+)", self.assembly, re.MULTILINE)[0]
+        text = kept(hashlib.sha256(self.cubin).hexdigest() + ".sass", partial(_disassembled, self.cubin, arch))
         return [(int(a, 16), i) for a, i in re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.MULTILINE)]
 
     def instructions(self, opcode: str) -> int:
@@ -105,12 +107,22 @@ class Kernel:
         return [[text for at, text in self.sass if first <= at <= last] for first, last in inner]
 
 
-def _disassembled(cubin: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+def _disassembled(cubin: bytes, arch: str) -> str:
+    """As cuobjdump prints it, which starts nvdisasm in turn; of code without its headers that ends a third sooner."""
+    with tempfile.NamedTemporaryFile(suffix=".text") as file:
+        file.write(_code_of(cubin))
         file.flush()
-        command = [str(NVIDIA_TOOLS / "cuobjdump"), "--dump-sass", file.name]
+        command = [str(NVIDIA_TOOLS / "nvdisasm"), "--no-dataflow", "--binary", f"SM{arch}", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _code_of(cubin: bytes) -> bytes:
+    """The one section of an ELF file that is named .text.<kernel>."""
+    (sections,), (size, number, of_names) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<HHH", cubin, 58)
+    heads = [struct.unpack_from("<IIQQQQ", cubin, sections + n * size) for n in range(number)]
+    names = heads[of_names][4]
+    (code,) = (cubin[h[4] : h[4] + h[5]] for h in heads if cubin[names + h[0] :].startswith(b".text."))
+    return code
 
 
 class Room(NamedTuple):
