@@ -68,7 +68,7 @@ def test_on_a_cpu(name: str, dtype: torch.dtype) -> None:
 
 def test_long_calls_on_a_cpu() -> None:
     for name in ("causal", "capped", "sink"):
-        check(VARIANTS[name], 700, torch.float32, target="cpu")
+        check(VARIANTS[name], 530, torch.float32, target="cpu")  # three tiles of 256
 
 
 def test_in_float64() -> None:

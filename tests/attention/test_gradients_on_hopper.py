@@ -142,7 +142,7 @@ def test_sequences_of_their_own_lengths(name: str, kind: str) -> None:
     wanted = (*MAIN, *(n for n, t in operands.items() if t.is_floating_point()))
     for deterministic in (False, True):
         ragged.check(
-            declared, kind, heads=4, kv_heads=2, deterministic=deterministic, wanted=wanted, operands=operands,
+            declared, kind, heads=2, deterministic=deterministic, wanted=wanted, operands=operands,
             offset=3,
         )  # fmt: skip
 
@@ -201,6 +201,6 @@ def test_tables_of_sequences_of_their_own_lengths(name: str, kind: str, monkeypa
     wanted = (*MAIN, *operands)
     for offset, deterministic in ((None, False), (3, True)):
         ragged.check(
-            declared, kind, heads=4, kv_heads=2, deterministic=deterministic, wanted=wanted, operands=operands,
+            declared, kind, heads=2, deterministic=deterministic, wanted=wanted, operands=operands,
             offset=offset,
         )  # fmt: skip

@@ -256,7 +256,7 @@ MEASURED = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MEASURED)
 def test_gradients_of_measured_tiles(name, kind, deterministic):
-    check(MEASURED[name], kind, 64, heads=4, kv_heads=2, deterministic=deterministic)
+    check(MEASURED[name], kind, 64, deterministic=deterministic)
 
 
 def in_blocks(tensor, lens, page, blocks):
@@ -298,7 +298,7 @@ def check_forward(variant, kind, dim, heads=2, kv_heads=1, offset=None, operands
 @pytest.mark.parametrize("kind", [*KINDS, "paged"])
 @pytest.mark.parametrize("name", MEASURED)
 def test_outputs_of_measured_tiles(name, kind):
-    check_forward(MEASURED[name], kind, 64, heads=4, kv_heads=2)
+    check_forward(MEASURED[name], kind, 64)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "paged"])
@@ -323,9 +323,9 @@ SUMMED = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SUMMED)
 def test_gradients_of_operands(name, kind):
-    given = {"slopes": torch.randn(NUMBER, 4, generator=torch.Generator().manual_seed(6))}
+    given = {"slopes": torch.randn(NUMBER, 2, generator=torch.Generator().manual_seed(6))}
     own = operands_of(MEASURED["documents"]) if name == "documents" else {}
-    check(SUMMED[name], kind, 64, heads=4, kv_heads=2, wanted=(*MAIN, "slopes"), operands=given | own)
+    check(SUMMED[name], kind, 64, wanted=(*MAIN, "slopes"), operands=given | own)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -267,9 +267,9 @@ def test_several_tiles(target, schedule) -> None:
 
 @NORMALIZERS
 def test_float64_on_a_cpu(normalizer) -> None:
-    made = [torch.randn(1, 4, 9, 8, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
+    made = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
     written = toy(score=score + slopes[head] * (kv_pos - q_pos), normalizer=normalizer)
-    given = torch.rand(4, dtype=torch.float64, requires_grad=True)
+    given = torch.rand(2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda *x: written(*x[:3], slopes=x[3]), (*made, given))
 
 

@@ -32,7 +32,7 @@ MASKS = {
 }
 VARIANTS = {name: weft.Attention(mask=mask, name=f"parts_{n}") for n, (name, mask) in enumerate(MASKS.items())}
 TARGETS = ["cpu", "interpret", "hopper"]
-LENGTH = {"cpu": 700, "interpret": 450, "hopper": 700}  # several tiles of each
+LENGTH = {"cpu": 700, "interpret": 330, "hopper": 450}  # several tiles of each
 BLOCK = {"cpu": 256, "interpret": 128, "hopper": 128}  # rows of a part of a document, and of no tile more
 
 
@@ -125,7 +125,7 @@ def test_documents_in_runs(target: str, name: str, deterministic: bool, stretch:
 @pytest.mark.parametrize("name", ["causal", "two ranges"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_sequences_of_their_own_lengths(target: str, name: str, packed: bool, stretch: None) -> None:
-    lengths = [LENGTH[target] - 50, 0, LENGTH[target] - 200]
+    lengths = [LENGTH[target] - 50, 0, LENGTH[target] // 2 + 20]
     given = operands(sum(lengths), batches=1) if packed else operands(max(lengths), batches=3)
     marks = torch.stack([in_runs(max(lengths), seed) for seed in range(3)])
     found = computed(VARIANTS[name], target, given, lengths, ids=marks)
@@ -153,7 +153,7 @@ def test_few_queries_whose_keys_are_divided(name: str) -> None:
 
 
 # -- what is visited ---------------------------------------------------------------------------------------------------
-ORDER = [0, 1, 2, 1, 0, 2, 2, 0]  # document 1 lies between the parts of the others
+ORDER = [0, 1, 2, 1, 0, 2]  # document 1 lies between the parts of the others
 
 
 def untouched(target: str, variant: weft.Attention, deterministic: bool = False) -> bool:

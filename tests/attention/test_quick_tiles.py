@@ -63,7 +63,8 @@ def of_two() -> list[tuple[Any, ...]]:
     pairs = [(a, b) for n, (a, b) in enumerate(itertools.product(tiles, tiles)) if a.dtype == b.dtype or n % 19 == 0]
     numbers = [*NUMBERS, tl.constexpr(3), tl.constexpr(0.25)]
     places = [addresses(shape) for shape in SHAPES]
-    return [*pairs, *itertools.product(tiles, numbers), *itertools.product(places, [*tiles, *places, 3])]
+    few = [tile(dtype, shape, 5) for dtype in DTYPES for shape in ((), (1,), (4, 8))]
+    return [*pairs, *itertools.product(few, numbers), *itertools.product(places, [*few, *places, 3])]
 
 
 def of_three() -> list[tuple[Any, ...]]:

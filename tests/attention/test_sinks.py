@@ -64,14 +64,14 @@ def test_on_a_cpu(name: str, dtype: torch.dtype) -> None:
 
 
 def test_in_float64() -> None:
-    tensors = [torch.randn(1, 4, 9, 8, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
-    table = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    tensors = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
+    table = torch.randn(2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda *x: LEARNED(*x[:3], sinks=x[3], return_lse=True), (*tensors, table))
 
 
 # in one piece; more scores than that
 @pytest.mark.parametrize(
-    ("length", "around"), mostly([(140, 0.0), (700, 1e4)], [(140, 0.0), (140, 1e4), (700, 0.0), (700, 1e4)])
+    ("length", "around"), mostly([(140, 0.0), (530, 1e4)], [(140, 0.0), (140, 1e4), (530, 0.0), (530, 1e4)])
 )
 def test_long_calls_on_a_cpu(length: int, around: float) -> None:
     for variant in (LEARNED, VARIANTS["softmax1"], weft.Attention(sink=0.5), VARIANTS["far"]):
