@@ -250,7 +250,7 @@ def test_an_entry_leaves_by_one_rename(root):
 @forking
 def test_processes_load_what_others_prune(root):
     keys = [replace(TODAY, name=f"v{number}") for number in range(3)]
-    end = time.time() + 2
+    end = time.time() + 1
 
     def load_all() -> None:
         while time.time() < end:

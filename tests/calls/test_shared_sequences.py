@@ -14,7 +14,8 @@ from weft.compiler.planning.splits import Parts
 from weft.runtime.driver import builds
 from weft.runtime.run.variant import variant_of
 
-from ..attention.test_packed_pages import CAUSAL, OTHERS, check, operands, planned, starts_of
+from ..attention import test_packed_pages as packed
+from ..attention.test_packed_pages import CAUSAL, OTHERS, check, planned, starts_of
 from ..attention.test_pages import VARIANTS, paged
 from ..support import mostly
 
@@ -23,6 +24,11 @@ AROUND = (70, 0, 1, MOST_SHORT, MOST_SHORT + 1, 7)  # queries
 KV_LENS = torch.tensor([90, 5, 3, 64, 96, 40], dtype=torch.int32)
 NO_KEYS = torch.tensor([90, 5, 0, 70, 0, 2], dtype=torch.int32)  # none, fewer than queries
 SHARED = ["flash_forward", "join_parts", "query_work", "split_forward"]
+
+
+def operands(q_lens, heads=2, kv_heads=1, **more):
+    """One group of heads; test_groups_of_heads has others."""
+    return packed.operands(q_lens, heads, kv_heads, **more)
 
 
 @pytest.fixture
@@ -115,7 +121,7 @@ def test_many_sequences(monkeypatch):
 
 # -- which kernels run -------------------------------------------------------------------------------------------------
 def call(variant, q_lens, **options):
-    query, key, value = operands(q_lens, heads=2, kv_heads=1, behind=0)
+    query, key, value = operands(q_lens, behind=0)
     *pools, table = paged(key, value, 16, KV_LENS)
     given = {"cu_seqlens_q": starts_of(q_lens), "kv_lens": KV_LENS, "block_table": table}
     return variant(query, *pools, **given, **options)
@@ -186,7 +192,7 @@ def test_the_plan_is_what_calls_compute():
     variant = CAUSAL.replace(name="shared_plan")
     call(variant, AROUND, target="interpret")
     (ready,) = variant_of(variant)._forwards.values()
-    query, key, value = operands(AROUND, heads=2, kv_heads=1, behind=0)
+    query, key, value = operands(AROUND, behind=0)
     *pools, table = paged(key, value, 16, KV_LENS)
     given = {"cu_seqlens_q": starts_of(AROUND), "kv_lens": KV_LENS, "block_table": table, "target": "interpret"}
     assert variant.plan(query, *pools, **given).codes == (ready.launcher._long.code, ready.launcher._short.code)

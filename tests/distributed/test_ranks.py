@@ -89,7 +89,7 @@ def _dropped(rank: int) -> list[str]:
 
 def _some(rank: int) -> list[str]:
     return [
-        *_compared(rank, 48),
+        *_compared(rank, 42),  # each strategy on each number of ranks
         *_dropped(rank),
         *_refused(rank),
         *_in_other_words(rank),

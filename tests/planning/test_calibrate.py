@@ -206,9 +206,9 @@ def test_a_device_that_is_not_there(device: str, said: str) -> None:
 
 
 def test_measuring_this_cpu() -> None:
-    """In a second and a half: what it finds is a calibration, whole, and of this machine."""
+    """In a second: what it finds is a calibration, whole, and of this machine."""
     threads = torch.get_num_threads()
-    found = calibration.calibrate("cpu", seconds=0.5)
+    found = calibration.calibrate("cpu", seconds=0.3)
     assert torch.get_num_threads() == threads
     assert calibration_of(text_of(found)) == found and found.machine == machine_of("cpu")
     rates = found.rates

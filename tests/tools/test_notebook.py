@@ -82,8 +82,8 @@ def test_a_large_picture_is_small_as_a_file() -> None:
     assert len(shown) < 60_000
     colours = [filled(shown, picture._COLOURS[which], 1 << 10, 1 << 10) for which in (EDGE, FULL)]
     assert colours[0].sum() + colours[1].sum() > 0
-    random_classes = tuple(bytes(random.Random(n).choices((0, 1, 2), k=256)) for n in range(256))
-    assert len(picture.mask_svg(TileGrid(256, 256, 1, 1, random_classes))) < 1_500_000
+    random_classes = tuple(bytes(random.Random(n).choices((0, 1, 2), k=128)) for n in range(128))
+    assert len(picture.mask_svg(TileGrid(128, 128, 1, 1, random_classes))) < 375_000
 
 
 def test_the_mask_itself_is_drawn_over_edge_tiles_of_small_pictures() -> None:
