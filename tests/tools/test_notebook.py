@@ -76,14 +76,14 @@ def test_the_svg_has_the_tiles_of_the_text(seed: int) -> None:
 
 
 def test_a_large_picture_is_small_as_a_file() -> None:
-    """Tiles of a million positions are joined as text joins them, and tiles alike are one rectangle."""
-    mask = weft.Attention(mask=masks.causal & masks.sliding_window(1 << 16), name="long")
-    shown = mask.show_mask(1 << 20, 1 << 20).svg()
+    """Tiles of many positions are joined as text joins them, and tiles alike are one rectangle."""
+    mask = weft.Attention(mask=masks.causal & masks.sliding_window(1 << 14), name="long")
+    shown = mask.show_mask(1 << 18, 1 << 18).svg()
     assert len(shown) < 60_000
     colours = [filled(shown, picture._COLOURS[which], 1 << 10, 1 << 10) for which in (EDGE, FULL)]
     assert colours[0].sum() + colours[1].sum() > 0
-    random_classes = tuple(bytes(random.Random(n).choices((0, 1, 2), k=128)) for n in range(128))
-    assert len(picture.mask_svg(TileGrid(128, 128, 1, 1, random_classes))) < 375_000
+    random_classes = tuple(bytes(random.Random(n).choices((0, 1, 2), k=256)) for n in range(256))
+    assert len(picture.mask_svg(TileGrid(256, 256, 1, 1, random_classes))) < 1_500_000
 
 
 def test_the_mask_itself_is_drawn_over_edge_tiles_of_small_pictures() -> None:
