@@ -445,4 +445,5 @@ CROWDED = {
 def test_tiles_have_room_for_operands_of_64_bits(name: str, head_dim: int) -> None:
     variant, q_len = CROWDED[name]
     found = compiled(variant, "forward", head_dim, q_len=q_len, heads=16, floats=torch.float64)
-    assert max(kernel.sram for kernel in found.kernels.values()) <= by_name("h200").sram_per_block
+    (own,) = found.kernels.keys() & {"flash_forward", "split_forward"}
+    assert found.kernels[own].sram <= by_name("h200").sram_per_block
