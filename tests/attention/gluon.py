@@ -158,7 +158,7 @@ class Token:
         return self.value
 
 
-# -- threads, which all programs share: to make one takes longer than most turns ---------------------------------------
+# -- threads, which all programs of a launch share: to make one takes longer than most turns ---------------------------
 _idle: list[SimpleNamespace] = []
 
 
@@ -183,12 +183,23 @@ def _new_thread() -> SimpleNamespace:
     def run() -> None:
         while True:
             thread.gate.acquire()
+            if thread.work is None:
+                return
             thread.work()
             _idle.append(thread)
             thread.end.release()
 
-    threading.Thread(target=run, daemon=True).start()
+    thread.itself = threading.Thread(target=run, daemon=True)
+    thread.itself.start()
     return thread
+
+
+def end_threads() -> None:
+    while _idle:
+        thread = _idle.pop()
+        thread.work = None
+        thread.gate.release()
+        thread.itself.join()
 
 
 class Machine:
@@ -695,7 +706,10 @@ class Kernels:
         """Run all programs, one after the other; tensors stand for their addresses."""
         kinds = {Tensor: Pointer.to, float: lambda a: torch.tensor(a, dtype=torch.float32)}
         given = [kinds.get(type(a), lambda a: a)(a) for a in arguments]
-        for program in range(programs):
-            self.gl.program, self.gl.programs = program, programs
-            self.gl.machine = Machine(self.seed + program)
-            self.space[name](*given)
+        try:
+            for program in range(programs):
+                self.gl.program, self.gl.programs = program, programs
+                self.gl.machine = Machine(self.seed + program)
+                self.space[name](*given)
+        finally:
+            end_threads()

@@ -229,10 +229,10 @@ def test_two_passes_repeat_bit_for_bit() -> None:
 # -- sequences with lengths: positions are those within a sequence ----------------------------------------------------
 def check_sequences(name: str, kind: str, *widths: int, deterministic: bool = False, **options: Any) -> None:
     variant = VARIANTS[name]
-    given = operands(variant, 4)
+    given = operands(variant, 2)
     if name == "documents":
         given |= lengths.operands_of(lengths.MEASURED["documents"])
-    lengths.check(variant, kind, *widths, heads=4, kv_heads=2, deterministic=deterministic, operands=given, **options)
+    lengths.check(variant, kind, *widths, deterministic=deterministic, operands=given, **options)
 
 
 OF_SEQUENCES = ["causal", "window", "capped", "few_rows_see", "documents"]

@@ -40,10 +40,11 @@ def operands_for(declared: weft.Attention, rows: int) -> dict[str, Tensor]:
 
 
 def check(
-    name: str, sequences: Sequences, lengths: tuple[int, int], heads: tuple[int, int] = (4, 2), width: int = 64,
+    name: str, sequences: Sequences, lengths: tuple[int, int], heads: tuple[int, int] | None = None, width: int = 64,
     batches: int = 2, deterministic: bool = False, options: dict[str, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """A forward and a backward of queries and keys of these lengths."""
+    """A forward and a backward of queries and keys of these lengths; of several groups of heads where lists differ."""
+    heads = heads or ((4, 2) if name in ("blocks", "cap") else (2, 1))
     declared = weft.Attention(**VARIANTS[name], name=f"listed_{name}")
     given, nan = operands_for(declared, max(lengths)), float("nan")
     torch.manual_seed(sum(lengths))

@@ -196,14 +196,14 @@ def test_float16(normalizer: str) -> None:
 @pytest.mark.parametrize("kind", [*ragged.KINDS, "paged"])
 @pytest.mark.parametrize("name", ["causal", "capped", "of_papers"])
 def test_outputs_of_sequences(normalizer: str, name: str, kind: str) -> None:
-    ragged.check_forward(variant(normalizer, name, **DECLARED[name]), kind, 64, heads=4, kv_heads=2)
+    ragged.check_forward(variant(normalizer, name, **DECLARED[name]), kind, 64)
 
 
 @OWN
 @pytest.mark.parametrize("kind", [*ragged.KINDS, "paged"])
 def test_outputs_of_measured_tiles(normalizer: str, kind: str) -> None:
     measured = ragged.MEASURED["documents"].replace(normalizer=normalizer, name=f"documents_{normalizer}")
-    ragged.check_forward(measured, kind, 64, heads=4, kv_heads=2)
+    ragged.check_forward(measured, kind, 64)
 
 
 @OWN
@@ -213,7 +213,7 @@ def test_outputs_of_measured_tiles(normalizer: str, kind: str) -> None:
 def test_gradients_of_sequences(normalizer: str, name: str, kind: str, deterministic: bool) -> None:
     declared = variant(normalizer, name, **DECLARED[name])
     for dim in (64, 128):
-        ragged.check(declared, kind, dim, heads=4, kv_heads=2, deterministic=deterministic)
+        ragged.check(declared, kind, dim, deterministic=deterministic)
 
 
 @OWN
@@ -221,18 +221,18 @@ def test_gradients_of_sequences(normalizer: str, name: str, kind: str, determini
 @pytest.mark.parametrize("wanted", ["key value", "query", "value"])
 def test_some_gradients_of_sequences(normalizer: str, wanted: str, kind: str) -> None:
     """Without that of the query no program owns queries: packed ones have no list."""
-    ragged.check(variant(normalizer), kind, heads=4, kv_heads=2, wanted=tuple(wanted.split()))
+    ragged.check(variant(normalizer), kind, wanted=tuple(wanted.split()))
 
 
 @OWN
 @pytest.mark.parametrize("kind", ragged.KINDS)
 def test_gradients_of_measured_tiles_and_of_operands(normalizer: str, kind: str) -> None:
-    given = {"slopes": torch.randn(ragged.NUMBER, 4, generator=torch.Generator().manual_seed(6))}
+    given = {"slopes": torch.randn(ragged.NUMBER, 2, generator=torch.Generator().manual_seed(6))}
     for name in ("documents", "gain"):
         own = ragged.operands_of(ragged.MEASURED["documents"]) if name == "documents" else {}
         declared = ragged.SUMMED[name].replace(normalizer=normalizer, name=f"{name}_{normalizer}")
         for wanted in (MAIN, (*MAIN, "slopes")):
-            ragged.check(declared, kind, 64, heads=4, kv_heads=2, deterministic=False, wanted=wanted,
+            ragged.check(declared, kind, 64, deterministic=False, wanted=wanted,
                          operands=given | own)  # fmt: skip
 
 
