@@ -113,7 +113,7 @@ def random_bounds(draw: random.Random, count: int) -> Bounds:
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_any_intervals_become_sorted_disjoint_tiles(count: int) -> None:
     draw = random.Random(count)
-    for _ in range(60):  # mistakes of tests/prove/mutants.py that are seen here are so in the first 23
+    for _ in range(150):
         bounds = random_bounds(draw, count)
         limit, tile = draw.randint(1, 70), draw.choice([1, 4, 16])
         program = tile_program(bounds)
