@@ -17,7 +17,7 @@ from ..codegen.torch_private import constant_while_tracing, under_transform
 from ..compiler.planning.conversion import OF_HEADS, OF_LATENT, OF_LATENT_IN_SRAM, pays
 from ..compiler.planning.machines.hardware import Hardware, for_device
 from ..compiler.planning.signature import Described, Signature, Widths, signature_of
-from ..compiler.planning.sources import kind_named
+from ..compiler.planning.sources import PACKED_PAGED, PAGED, kind_named
 from ..compiler.planning.target import Target
 from ..ir.errors import collected
 from ..runtime import descales, driver
@@ -189,7 +189,7 @@ def _is_made_in_sram(
         return False
     kind = "packed" if options.cu_seqlens_q is not None else "lengths" if options.are_ragged else "dense"
     if options.block_table is not None:
-        kind = "packed_paged" if options.cu_seqlens_q is not None else "paged"
+        kind = (PAGED if options.cu_seqlens_q is None else PACKED_PAGED).name
     widths = query.shape[3], key.shape[3], rope.shape[3]
     dtypes = query.dtype, key.dtype, options.out_dtype
     asked = variant.text, arch, dtypes, widths, _has_rows(options.k_descale), kind
