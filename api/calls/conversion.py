@@ -163,7 +163,7 @@ def are_multiplied(variant: Variant, arch: str, main: descales.Main, options: Ca
     (_, _, _, head_dim), (_, _, _, value_dim) = query.shape, value.shape
     rows = _has_rows(options.k_descale), _has_rows(options.v_descale)
     dtypes = query.dtype, key.dtype, value.dtype, options.out_dtype
-    kind = "packed" if options.cu_seqlens_q is not None else "lengths" if options.are_ragged else "dense"
+    kind = _kind_of(options)
     if torch.compiler.is_compiling():  # addresses are not known
         return _is_multiplying(variant.text, arch, dtypes, head_dim, value_dim, rows, kind)
     multiplying = _multiplying(variant.text, arch, dtypes, head_dim, value_dim, rows, kind)
@@ -187,12 +187,9 @@ def _is_made_in_sram(
     query, key = main["query"], main["key"]
     if query is None or key is None or rope is None or not query.dim() == key.dim() == rope.dim() == 4:
         return False
-    kind = "packed" if options.cu_seqlens_q is not None else "lengths" if options.are_ragged else "dense"
-    if options.block_table is not None:
-        kind = (PAGED if options.cu_seqlens_q is None else PACKED_PAGED).name
     widths = query.shape[3], key.shape[3], rope.shape[3]
     dtypes = query.dtype, key.dtype, options.out_dtype
-    asked = variant.text, arch, dtypes, widths, _has_rows(options.k_descale), kind
+    asked = variant.text, arch, dtypes, widths, _has_rows(options.k_descale), _kind_of(options)
     if torch.compiler.is_compiling():  # addresses are not known
         return _is_reading_latents(*asked)
     targets, signature = _reading_latents(*asked)
@@ -218,6 +215,14 @@ def _reading_latents(
     described = Described("forward", arch, named.products, own, kind_named(kind), scaled_rows=scaled, dtypes=named)
     signature = signature_of(described, masked=False, sums_pairs=False)
     return driver.reading_fp8(attention, signature, "split_kv"), signature
+
+
+def _kind_of(options: CallOptions) -> str:
+    """What sequences these options say that a call has, by name."""
+    is_packed = options.cu_seqlens_q is not None
+    if options.block_table is not None:
+        return (PACKED_PAGED if is_packed else PAGED).name
+    return "packed" if is_packed else "lengths" if options.are_ragged else "dense"
 
 
 def _has_rows(descale: Any) -> bool:

@@ -52,8 +52,7 @@ def _constants(form: HopperLatentForm) -> dict[str, str | int]:
     pieces = f"Cv / {form.piece}"
     return {
         "PIECES": pieces, "HALF": f"{pieces} / 2", "PIECE": form.piece, "ROTARY": ROTARY_COLUMNS, "SLOTS": "s",
-        "STORED": form.stored,
-        "BLOCK_KV": "bkv", "ROWS": "bq", "HEADS": 1,
+        "STORED": form.stored, "BLOCK_KV": "bkv", "ROWS": "bq", "HEADS": 1,
     }  # fmt: skip
 
 
