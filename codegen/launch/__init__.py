@@ -24,7 +24,7 @@ belongs to one part, which alone gives it the constants that kernels do not have
     launching.py starting.py                            what of Triton's runtime is used
     fixed.py appending.py quantizing.py summing.py      kernels that are the same for every variant
     shared.py       two modules for one call: long sequences, then short ones
-    runs.py allocating.py   sequences of equal lengths, and memory of tiles, on a CPU
+    runs.py         sequences of equal lengths, on a CPU
 
 A buffer is written once, over names of a call: `Buffer("delta", ("batches", "heads", "padded_len"))`. The longer way
 evaluates its shape and makes a tensor; the direct way prints the same shape into its text; its `str` is a line for

@@ -356,11 +356,11 @@ def test_products_are_those_that_were_faster(monkeypatch) -> None:
 
 def test_torchs_own_attention_where_it_is_faster(monkeypatch) -> None:
     """As on a processor without units for bf16, where torch's kernel in that type is slow."""
-    monkeypatch.setattr("weft.codegen.targets.cpu.target.own_attention", lambda: products.product)
+    monkeypatch.setattr("weft.codegen.targets.cpu.by_torch.own_attention", lambda: products.product)
     slow = cpu_with(replace(RATES, attention=(("fp32", 90e9), ("bf16", 10e9))), 2)
     assert not first_form(slow, CAUSAL).in_tiles and first_form(slow, CAUSAL, dtype="bf16").in_tiles
     assert not first_form(slow, SOFTCAP, dtype="bf16").in_tiles  # torch has no such score
-    monkeypatch.setattr("weft.codegen.targets.cpu.target.own_attention", lambda: None)
+    monkeypatch.setattr("weft.codegen.targets.cpu.by_torch.own_attention", lambda: None)
     assert not first_form(slow, CAUSAL, dtype="bf16").in_tiles
 
 
@@ -369,7 +369,7 @@ ALL = frozenset({"query", "key", "value"})
 
 def test_torchs_own_backward_where_it_is_faster(monkeypatch) -> None:
     """Where all is wanted that it computes; in 16 bits without a calibration on processors with units for these."""
-    monkeypatch.setattr("weft.codegen.targets.cpu.target.own_backward", lambda: products.product)
+    monkeypatch.setattr("weft.codegen.targets.cpu.by_torch.own_backward", lambda: products.product)
 
     def in_tiles(rates: CpuRates, dtype: str, wanted: frozenset[str] = ALL, variant: weft.Attention = CAUSAL) -> bool:
         return first_form(cpu_with(rates, 2), variant, "backward", dtype, wanted).in_tiles
@@ -384,7 +384,7 @@ def test_torchs_own_backward_where_it_is_faster(monkeypatch) -> None:
     assert in_tiles(slow, "fp32") and not in_tiles(slow, "bf16")
     before = replace(rates, attention_backward=(), attention=(("fp32", 90e9), ("bf16", 10e9)))
     assert not in_tiles(before, "fp32") and in_tiles(before, "bf16")  # a calibration from before it was measured
-    monkeypatch.setattr("weft.codegen.targets.cpu.target.own_backward", lambda: None)
+    monkeypatch.setattr("weft.codegen.targets.cpu.by_torch.own_backward", lambda: None)
     assert not in_tiles(slow, "fp32")
 
 

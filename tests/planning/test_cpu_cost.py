@@ -206,8 +206,8 @@ def test_records_of_gpus_know_no_threads() -> None:
 
 # -- torch's own kernel ------------------------------------------------------------------------------------------------
 def test_a_call_that_torchs_own_kernel_computes_takes_what_that_takes(machine, monkeypatch) -> None:
-    monkeypatch.setattr("weft.codegen.targets.cpu.target.own_attention", lambda: products.product)
-    monkeypatch.setattr("weft.codegen.targets.cpu.target.own_backward", lambda: products.product)
+    monkeypatch.setattr("weft.codegen.targets.cpu.by_torch.own_attention", lambda: products.product)
+    monkeypatch.setattr("weft.codegen.targets.cpu.by_torch.own_backward", lambda: products.product)
     machine(replace(rates_with(), attention=(("fp32", 400e9),), attention_backward=(("fp32", 200e9),)), cores=1)
     variant = weft.Attention(mask=masks.causal, name="whole")
     made = variant.plan(SIZES, device="cpu")

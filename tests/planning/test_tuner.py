@@ -496,8 +496,8 @@ def test_tensor_operands_are_drawn_where_they_are_not_given(on_a_cpu, monkeypatc
 
 def with_own(monkeypatch) -> None:
     """A machine on which torch's own attention is there, and is timed beside tiles whatever is predicted of it."""
-    monkeypatch.setattr("weft.codegen.targets.cpu.target.own_attention", lambda: torch.bmm)
-    monkeypatch.setattr("weft.codegen.targets.cpu.target.own_backward", lambda: torch.bmm)
+    monkeypatch.setattr("weft.codegen.targets.cpu.by_torch.own_attention", lambda: torch.bmm)
+    monkeypatch.setattr("weft.codegen.targets.cpu.by_torch.own_backward", lambda: torch.bmm)
 
 
 def test_torchs_own_attention_is_one_of_the_forms(on_a_cpu, monkeypatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,19 @@ from ...launch.fast.on_cpu import MAIN, CpuWays
 from ...launch.runs import runs_of
 from ...launch.scaled import Scaled, by_rows
 from .forms import CpuForm
+
+LARGEST_KEPT = 31 << 20  # bytes; glibc learns from blocks of up to 32 MiB
+
+
+@lru_cache(maxsize=1)
+def keep_tiles_at_hand() -> None:
+    """Once a process: make and give back one block, which nobody writes to, so that glibc keeps smaller ones.
+
+    A tile of scores and what is computed of it are torch tensors of up to some MiB, made and given back hundreds of
+    times a call. glibc gives such blocks back to the system until it has seen a larger one come back. Each tile then
+    waits for fresh pages, which may take three times as long as what is computed in them (docs/experiments).
+    """
+    torch.empty(LARGEST_KEPT, dtype=torch.uint8, device="cpu")
 
 
 class CpuLauncher:
