@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from ....compiler.analysis.tiles.facts import Facts
 from ....compiler.planning.by_distance import tables_in
-from ....compiler.planning.form import Form
 from ....compiler.planning.plan import CodePlan
-from ....compiler.planning.signature import Dtypes, Offset, Signature
+from ....compiler.planning.signature import Dtypes, Offset, Signature, Widths
 from ....compiler.planning.target import Printing
 from ....ir.expr import Expr, Load, Symbol
 from ....ir.walk import nodes
-from ...context import declared
 from ...functions import BY_PAIR
 from ...subject import stores_words
 from ..gluon.program import FIRST_BARRIER, Program
 from .form_rules import is_plain
-from .forms import ROWS, HopperBackwardForm, HopperLatentForm
+from .forms import ROWS, HopperBackwardForm, HopperForm, HopperLatentForm
 from .gradients import stores_boxes, stores_first
 from .held import held_by
 from .kernels.backward import program as program_of_keys
@@ -77,13 +75,14 @@ class Boxes:
 class Forward:
     """What a forward is told."""
 
-    config: ForwardConfig  # its form and its columns
+    form: HopperForm  # of flash_forward
+    config: ForwardConfig  # its columns
     program: Program  # its roles, SRAM and barriers
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """The form of flash_forward, and its columns."""
+    """The columns of a forward."""
 
     head_dim: int  # columns of query and key
     value_dim: int  # columns of value and output
@@ -91,17 +90,6 @@ class ForwardConfig:
     value_columns: int  # of a tile of value or output
     pieces: list[Piece]  # of tiles of query and key; the last may lie in a tensor of its own that heads share
     loads_at_positions: bool  # the variant reads tensors at positions
-    consumers: int  # warpgroups, of 64 rows each
-    block_kv: int  # keys of a tile
-    stages: int  # slots for keys, and as many for values
-    query_buffers: int  # query tiles in SRAM
-    query_in_registers: bool  # the query is multiplied from registers
-    lazy_rescale: bool  # the reference of a row moves only when it is much too low
-    pair_maximum: bool  # maxima of neighbours first
-    overlap_edges: bool  # P V stays in flight under the mask code of edge tiles
-    output_in_query: bool  # the output leaves from the query's place in SRAM
-    drawers: bool  # a warpgroup of its own draws which weights are dropped
-    fp8: bool  # products of 8 bits
     descales: list[str]  # options of the call, "k_descale"
     turned_keys: int  # of a program of turn_values
     turning_warps: int  # of the same
@@ -140,11 +128,12 @@ class Backward:
     """What a backward is told."""
 
     main: str  # the kernel that owns keys: "flash_backward" in one pass, "flash_dkey_dvalue" in two, or "" for none
-    config: BackwardConfig  # its form and its columns, by which statistics of rows lie
+    form: HopperBackwardForm  # of that kernel, by which statistics of rows lie
+    config: BackwardConfig  # its columns
     programs: Mapping[str, Program]  # roles, SRAM and barriers, by kernel
     feature_parts: Mapping[str, str]  # templates of features of its kernels, by name, in the order of their lines
     wants_dscores: bool  # the kernel that owns keys has gradients of scores
-    query_config: HopperBackwardForm | None  # the form of flash_dquery, where it is there
+    query_form: HopperBackwardForm | None  # the form of flash_dquery, where it is there
     folded: bool  # the score's factor is a positive constant: products start at -lse / factor
     factor_at_end: bool  # the score's factor is one for all heads: it is applied to sums
     slope_at_end: bool  # the same where the score is such a factor, score_slope(...), times q.k plus what pairs read
@@ -161,7 +150,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """The form of the kernel that owns keys, and its columns."""
+    """The columns of a backward."""
 
     head_dim: int  # columns of query and key
     value_dim: int  # columns of value and output
@@ -171,12 +160,6 @@ class BackwardConfig:
     value_pieces: list[Piece]  # of tiles of value and output
     own_pieces: list[Piece]  # of tiles of query and key of flash_dquery
     loads_at_positions: bool  # the variant reads tensors at positions
-    block_q: int  # queries of a tile
-    block_kv: int  # keys of a tile
-    stages: int  # slots for query tiles
-    next_scores: bool  # Q K^T of the next query tile is begun beside the products of this one
-    by_columns: bool  # a consumer owns some columns of all the program's keys
-    keys_ahead: bool  # a program's next keys are brought while consumers have those before
     statistics: int  # of a row
     parts: int  # of a tile of dQ
     part_columns: int  # columns of one
@@ -201,25 +184,15 @@ def _offsets(code: CodePlan) -> Offsets:
     return Offsets(kind, kind == "per_row", "q_offset_ptr" if kind == "per_row" else "q_offset")
 
 
-Config = TypeVar("Config", ForwardConfig, LatentConfig, BackwardConfig)
-
-
-def _with_form(config: type[Config], form: Form, **others: Any) -> Config:
-    """A record of what its form says, and others."""
-    of_form = {name: value for name, value in asdict(form).items() if name in declared(config)}
-    return config(**of_form, **others)
-
-
 def _forward(code: CodePlan, facts: Facts) -> Forward:
     form, widths = forward_form(code), code.signature.widths
     columns, value_columns = columns_of(widths)
-    config = _with_form(
-        ForwardConfig, form, head_dim=widths.head_dim, value_dim=widths.value_dim, columns=columns,
-        value_columns=value_columns, loads_at_positions=facts.loads_at_positions, pieces=pieces_of(form, widths)[0],
-        turned_keys=TURNED_KEYS, turning_warps=turning_warps(value_columns),
-        descales=_descales(code.signature),
+    config = ForwardConfig(
+        head_dim=widths.head_dim, value_dim=widths.value_dim, columns=columns, value_columns=value_columns,
+        pieces=pieces_of(form, widths)[0], loads_at_positions=facts.loads_at_positions, turned_keys=TURNED_KEYS,
+        turning_warps=turning_warps(value_columns), descales=_descales(code.signature),
     )  # fmt: skip
-    return Forward(config, forward_program(form, held_by(code, facts)))
+    return Forward(form, config, forward_program(form, held_by(code, facts)))
 
 
 def _descales(signature: Signature) -> list[str]:
@@ -230,10 +203,11 @@ def _descales(signature: Signature) -> list[str]:
 def _latent(code: CodePlan, facts: Facts) -> Latent:
     form, widths = code.form(SPLIT_FORWARD.name), code.signature.widths
     assert isinstance(form, HopperLatentForm)
-    config = _with_form(
-        LatentConfig, form, head_dim=widths.head_dim, rank=widths.value_dim, rope=widths.head_dim - widths.value_dim,
-        piece=form.piece, rotary=ROTARY_COLUMNS, loads_at_positions=facts.loads_at_positions,
-        descales=_descales(code.signature), scaled_rows="k_descale" in code.signature.scaled_rows,
+    config = LatentConfig(
+        head_dim=widths.head_dim, rank=widths.value_dim, rope=widths.head_dim - widths.value_dim,
+        rotary=ROTARY_COLUMNS, piece=form.piece, loads_at_positions=facts.loads_at_positions, slots=form.slots,
+        stored=form.stored, prefetch=form.prefetch, descales=_descales(code.signature),
+        scaled_rows="k_descale" in code.signature.scaled_rows,
     )  # fmt: skip
     return Latent(config, latent_program(form, held_by(code, facts)), many=not code.signature.few_queries)
 
@@ -247,11 +221,12 @@ def _backward(code: CodePlan, facts: Facts, printing: Printing) -> Backward:
     empty = printing.visits_empty and signature.sequences.ragged
     return Backward(
         main=main,
-        config=_backward_config(code, facts),
+        form=form,
+        config=_backward_config(form, code.signature.widths, facts),
         programs=_programs(code, facts),
         feature_parts={f.name: f.part for k in code.own for f in k.kernel.features},
         wants_dscores=one_pass or (bool(main) and held_by(code, facts).wants_dscores),
-        query_config=backward_form(code, "flash_dquery") if code.has("flash_dquery") else None,
+        query_form=backward_form(code, "flash_dquery") if code.has("flash_dquery") else None,
         folded=scale is not None and folds and is_plain(scale),
         factor_at_end=_has_factor_at_end(code, facts),
         slope_at_end=bool(tables) or (code.brings_boxes and facts.scale_beside_box is not None),
@@ -280,13 +255,11 @@ def _programs(code: CodePlan, facts: Facts) -> dict[str, Program]:
     return found
 
 
-def _backward_config(code: CodePlan, facts: Facts) -> BackwardConfig:
-    _, form = main_form(code)
-    widths = code.signature.widths
+def _backward_config(form: HopperBackwardForm, widths: Widths, facts: Facts) -> BackwardConfig:
     columns, value_columns = columns_of(widths)
     pieces, value_pieces = pieces_of(form, widths)
-    return _with_form(
-        BackwardConfig, form, head_dim=widths.head_dim, value_dim=widths.value_dim, columns=columns,
+    return BackwardConfig(
+        head_dim=widths.head_dim, value_dim=widths.value_dim, columns=columns,
         value_columns=value_columns, loads_at_positions=facts.loads_at_positions, pieces=pieces,
         value_pieces=value_pieces, own_pieces=key_pieces(piecewise(widths.head_dim), widths),
         statistics=statistics_of_a_row(facts), part_columns=part_columns(form, widths),
