@@ -16,31 +16,27 @@ from ....compiler.planning.cost import sram_bytes
 from ....compiler.planning.form import Form
 from ....compiler.planning.kernel import Algorithm, Kernel
 from ....compiler.planning.machines.hardware import Hardware
-from ....compiler.planning.plan import CodePlan, KernelCode
+from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.records import Segment, Shape
 from ....compiler.planning.segments import Segments, segments_of
 from ....compiler.planning.signature import Direction, Signature, Widths
-from ....compiler.planning.target import CallTensors, Launcher, PlannedCall, Printing, Said
+from ....compiler.planning.target import CallTensors, Launcher, Printing, Target
 from ....ir.attention import Attention
-from ....ir.errors import InternalError, WeftError, counted
+from ....ir.errors import WeftError, counted
 from ...functions import GLUON_LANGUAGE
 from ...launch.descriptors import is_ragged_readable, is_readable
 from ...loader import load
 from ..triton.kernels.measures import with_measuring
+from ..triton.kernels.pair_sums import FLASH_DDIAGONALS
 from ..triton.kernels.tables import with_tables_made
 from ..triton.kernels.work import with_work
 from ..triton.target import TritonTarget
 from . import paces
 from .context import records_of
-from .form_rules import (
-    best_backward_form,
-    best_form,
-    no_boxes,
-    no_cells_form,
-    with_boxes,
-)
+from .form_rules import best_backward_form, best_form, no_boxes, no_cells_form, with_boxes
 from .forms import HopperBackwardForm, HopperForm, HopperLatentForm
 from .gradients import (
+    OWNED_BY_KEYS,
     is_lean,
     is_one_pass,
     stores_boxes,
@@ -49,22 +45,36 @@ from .gradients import (
     sums_of_keys,
     sums_of_queries,
 )
-from .kernels.backward import FLASH_BACKWARD
+from .kernels.backward import FIRST_STORED_BACKWARD, FLASH_BACKWARD, FLASH_DKEY_DVALUE
+from .kernels.dquery import FLASH_DQUERY
 from .kernels.forward import FLASH_FORWARD, TURN_VALUES
 from .kernels.latent import JOIN_PARTS, SPLIT_FORWARD
+from .kernels.statistics import FIRST_STORED, ROUND_DQUERY, ROW_STATISTICS, statistics_for
 from .latent import LEAST_PAGE, best_latent_form, latent_misfit, no_latent_form, small_pages
 from .launcher import launcher_of
-from .passes import DIAGONAL_SUMS, ONE_PASS, ONE_PASS_STORED, two_passes
-from .pieces import (
-    key_pieces,
-    piecewise,
-)
+from .pieces import key_pieces, piecewise
 from .rules import BACKWARD, COMMON, FORWARD, LATENT, Case, refused
 
+ONE_PASS: tuple[Kernel, ...] = (ROW_STATISTICS, FLASH_BACKWARD, ROUND_DQUERY)
+ONE_PASS_STORED: tuple[Kernel, ...] = (FIRST_STORED, FIRST_STORED_BACKWARD, ROUND_DQUERY)
+DIAGONAL_SUMS = FLASH_DDIAGONALS  # of another target, in a module of its own
 _LENDER = TritonTarget()  # of kernels that run beside those of a backward
 
 
-class HopperTarget:
+def two_passes(wanted: frozenset[str], summed: bool = False, by_keys: bool = False) -> tuple[Kernel, ...]:
+    """The kernels of wanted gradients, each sum with one owner; of both sides where only a sink has one.
+
+    Statistics are as the keys' pass wants them, if it runs. summed, by_keys: gradients of the score's operands, which
+    the queries' or the keys' pass sums, are wanted too.
+    """
+    owns_queries, owns_keys = "query" in wanted or summed, bool(wanted & OWNED_BY_KEYS) or by_keys
+    both = not (owns_queries or owns_keys)
+    passes = [FLASH_DQUERY] if owns_queries or both else []
+    passes += [FLASH_DKEY_DVALUE] if owns_keys or both else []
+    return statistics_for(passes[-1].name), *passes
+
+
+class HopperTarget(Target):
     name = "hopper"
     measured_by = "triton"
     by_name_only = interprets = False
@@ -76,9 +86,6 @@ class HopperTarget:
 
     def remarks(self, code: CodePlan, facts: Facts) -> Sequence[str]:
         return (*_many_rows(code), *_boxes(facts, code))
-
-    def says(self, call: PlannedCall) -> Said:
-        return Said()
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
         if algorithm == "split_kv" and signature.direction == "forward" and signature.widths.value_is_key:
@@ -216,9 +223,6 @@ class HopperTarget:
 
     def context(self, code: CodePlan, facts: Facts) -> tuple[object, ...]:
         return records_of(code, facts, self.printing)
-
-    def source_beside(self, kernel: KernelCode, code: CodePlan, facts: Facts) -> str:
-        raise InternalError(f"hopper: {kernel.name} is in its plan's own module")
 
     def load(self, path: Path, source: str) -> ModuleType:
         return load(path, source=source)
