@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compiler.planning.machines.hardware import for_device
 from ...compiler.planning.signature import starts_early
@@ -46,3 +47,15 @@ class Fixed:
         with torch.cuda.device(self.device):
             run = self._launching.compiled(kernel, binding, types, options)
         return run, tuple(constants.values())
+
+    def launch(self, ready: Ready, programs: int, tensors: Sequence[Tensor], numbers: Sequence[int]) -> None:
+        """numbers: of the call, in the order of the kernel's parameters behind its tensors."""
+        run, constants = ready
+        places = tensors if self.interprets else [t.data_ptr() for t in tensors]
+        stream = 0 if self.interprets else self.current_stream(self.device)
+        run(programs, (*places, *numbers, *constants), stream)
+
+
+@cache
+def fixed(module: str, device: int, interprets: bool) -> Fixed:
+    return Fixed(module, device, interprets)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...ir.numbers import next_power
-from .fixed import WARPS, WIDE, Fixed, Ready
+from .fixed import WARPS, WIDE, Fixed, Ready, fixed
 from .scaled import shift_of
 
 MODULE, QUANTIZE, APPEND = "quantize", "quantize_rows", "append_quantized"
@@ -135,7 +135,8 @@ class Quantizing:
             }  # fmt: skip
             ready = self._kernels.runs[kind] = self._of_kind(APPEND, given, 4, len(strides), constants)
         programs = -(-batches * length // _ROWS_OF_STEP) * heads
-        self._run(ready, programs, given, (batches * length, length, heads, keys.shape[2]), strides)
+        sizes = batches * length, length, heads, keys.shape[2]
+        self._kernels.launch(ready, programs, given, (*sizes, *strides))
 
     def _launch(
         self, name: str, tensors: Sequence[Tensor], sizes: Sequence[int], strides: Sequence[int],
@@ -145,15 +146,7 @@ class Quantizing:
         ready = self._kernels.runs.get(kind)
         if ready is None:
             ready = self._kernels.runs[kind] = self._of_kind(name, tensors, len(sizes), len(strides), constants, warps)
-        self._run(ready, programs, tensors, sizes, strides)
-
-    def _run(
-        self, ready: Ready, programs: int, tensors: Sequence[Tensor], sizes: Sequence[int], strides: Sequence[int]
-    ) -> None:  # fmt: skip
-        run, fixed = ready
-        places = tensors if self._kernels.interprets else [t.data_ptr() for t in tensors]
-        stream = 0 if self._kernels.interprets else self._kernels.current_stream(self._kernels.device)
-        run(programs, (*places, *sizes, *strides, *fixed), stream)
+        self._kernels.launch(ready, programs, tensors, (*sizes, *strides))
 
     def _of_kind(
         self, name: str, tensors: Sequence[Tensor], n_sizes: int, n_strides: int, constants: Mapping[str, object],
@@ -183,4 +176,4 @@ def _joined(values: Sequence[int]) -> int:
 
 @cache
 def quantizing(device: int, interprets: bool) -> Quantizing:
-    return Quantizing(Fixed(MODULE, device, interprets))
+    return Quantizing(fixed(MODULE, device, interprets))

@@ -21,7 +21,6 @@ pytest.importorskip("triton")
 from weft.codegen.launch import launching
 from weft.codegen.launch.device import Device
 from weft.codegen.launch.fast.ways import nothing_yet
-from weft.codegen.launch.summing import Summing
 from weft.compiler.planning.target import Place
 from weft.runtime.run import prepared
 from weft.runtime.run.key import boxed_of
@@ -79,7 +78,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
     monkeypatch.setattr(Device, "__init__", here)
     monkeypatch.setattr(Place, "beside", beside)
-    monkeypatch.setattr(Summing, "__call__", added)
+    monkeypatch.setattr(Device, "sum_listed", added)
     monkeypatch.setattr(launching, "current_stream", lambda device: 0)
     signature = prepared.signature_of_call
 
