@@ -14,7 +14,7 @@ from weft import batch, head, kv_pos, masks, q_pos
 from weft.compiler.analysis.tiles.facts import Facts, facts_of
 from weft.compiler.analysis.tiles.measured import MOST_POSITIONS, Measurement, Span, Table, visited
 from weft.compiler.analysis.tiles.programs import count_tiles, lookups, tile_ranges
-from weft.compiler.analysis.tiles.results import Measuring, TileCounts
+from weft.compiler.analysis.tiles.results import MeasuredAxis, Measuring, TileCounts
 from weft.compiler.planning.plan import counter
 from weft.compiler.planning.records import Shape
 from weft.ir.errors import WeftError
@@ -235,26 +235,11 @@ def test_functions_serve_as_tables() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        (
-            "causal_documents",
-            Measuring(
-                False, kv_ranges=1, q_ranges=1, q_reads=1, kv_reads=1, q_values=1, kv_values=1, q_bits=1, kv_bits=1
-            ),
-        ),
-        (
-            "two_ranges",
-            Measuring(
-                False, kv_ranges=2, q_ranges=1, q_reads=1, kv_reads=1, q_values=1, kv_values=2, q_bits=1, kv_bits=1
-            ),
-        ),
-        (
-            "three_ranges",
-            Measuring(
-                False, kv_ranges=2, q_ranges=3, q_reads=1, kv_reads=1, q_values=5, kv_values=5, q_bits=1, kv_bits=1
-            ),
-        ),
-        ("by_head", Measuring(True, kv_ranges=1, q_ranges=1, q_reads=0, kv_reads=1, q_values=1, kv_values=1)),
-        ("indirect", Measuring(False, kv_ranges=1, q_ranges=1, q_reads=2, kv_reads=1, q_values=1, kv_values=1)),
+        ("causal_documents", Measuring(False, kv=MeasuredAxis(1, 1, 1, 1), q=MeasuredAxis(1, 1, 1, 1))),
+        ("two_ranges", Measuring(False, kv=MeasuredAxis(2, 1, 2, 1), q=MeasuredAxis(1, 1, 1, 1))),
+        ("three_ranges", Measuring(False, kv=MeasuredAxis(2, 1, 5, 1), q=MeasuredAxis(3, 1, 5, 1))),
+        ("by_head", Measuring(True, kv=MeasuredAxis(1, 1, 1), q=MeasuredAxis(1, 0, 1))),
+        ("indirect", Measuring(False, kv=MeasuredAxis(1, 1, 1), q=MeasuredAxis(1, 2, 1))),
     ],
 )
 def test_traits(name: str, expected: Measuring) -> None:

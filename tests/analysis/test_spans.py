@@ -172,7 +172,7 @@ def test_the_kernels_write_what_the_model_says(
 
 def test_masks_of_several_ranges_are_among_them() -> None:
     ranges = {name: facts_of(weft.Attention(mask=mask, name=name)).traits.measured for name, mask in MASKS.items()}
-    assert ranges["two_ranges"].kv_ranges == 2 and ranges["three_ranges"].q_ranges == 3
+    assert ranges["two_ranges"].kv.ranges == 2 and ranges["three_ranges"].q.ranges == 3
 
 
 @pytest.mark.sampled(4)  # each of both

@@ -18,7 +18,7 @@ from weft.codegen.targets.triton.forms import Tiling
 from weft.codegen.targets.triton.kernels.measures import Visitor, ends_kernel, long_spans_kernel, spans_kernel
 from weft.codegen.targets.triton.target import KERNELS
 from weft.compiler.analysis.tiles.facts import facts_of
-from weft.compiler.analysis.tiles.results import Measuring, TileCounts, Traits
+from weft.compiler.analysis.tiles.results import MeasuredAxis, Measuring, TileCounts, Traits
 from weft.compiler.planning.cost import (
     HEADS_TOGETHER,
     CountTiles,
@@ -44,7 +44,7 @@ CPU_FLASH = (cpu_kernels.FLASH_FORWARD, cpu_kernels.FLASH_BACKWARD)
 GPT2 = Shape(64, 16, 16, 1024, 1024, 64, 64, "fp16")
 ONE_TENSOR = 64 * 16 * 1024 * 64 * 2  # bytes of Q, K, V or O
 BY_NAME = {k.name: k for kernels in KERNELS.values() for k in kernels}
-MEASURING = Measuring(by_head=True, kv_ranges=2, q_ranges=3, q_reads=1, kv_reads=2, q_values=1, kv_values=2)
+MEASURING = Measuring(by_head=True, kv=MeasuredAxis(2, 2, 2), q=MeasuredAxis(3, 1, 1))
 FORWARD = Visitor("flash_forward", "kv", "forward", "forward")
 KEYS = Visitor("flash_dkey_dvalue", "q", "backward", "backward_kv")
 SPANS = {

@@ -21,7 +21,7 @@ from weft.codegen.targets.hopper.kernels.statistics import ROW_STATISTICS as HOP
 from weft.codegen.targets.triton.kernels.measures import SPANS, Visitor, long_spans_kernel
 from weft.codegen.targets.triton.target import KERNELS
 from weft.compiler.analysis.tiles.facts import facts_of
-from weft.compiler.analysis.tiles.results import Measuring, TileCounts
+from weft.compiler.analysis.tiles.results import MeasuredAxis, Measuring, TileCounts
 from weft.compiler.planning.cost import predict
 from weft.compiler.planning.machines.hardware import A100, CPU, H200, KNOWN
 from weft.compiler.planning.plan import CodePlan, Plan, counter, verify_code
@@ -615,7 +615,7 @@ def test_long_axes_have_the_ends_of_their_tiles_written_first() -> None:
 
 
 def test_measuring_a_long_sequence_takes_longer_than_a_launch() -> None:
-    measuring = Measuring(by_head=False, kv_ranges=1, q_ranges=1, q_reads=1, kv_reads=1, q_values=1, kv_values=1)
+    measuring = Measuring(by_head=False, kv=MeasuredAxis(1, 1, 1), q=MeasuredAxis(1, 1, 1))
     kernel, parts = (
         long_spans_kernel(Visitor("flash_forward", "kv", "forward", "forward"), measuring),
         for_heads(128, 128),

@@ -81,14 +81,16 @@ class Facts:
         None for other scores, where there is no rest, and where c is read from a tensor. Found without sympy: calls are
         prepared by it.
         """
-        with_qk: list[Expr] = []
-        rest: list[Expr] = []
-        for term in _terms(self.attention.canonical.folded_score):
-            (with_qk if "qk" in symbols(term) else rest).append(term)
+        factor, rest = self._factor_and_rest
+        return None if factor is None or not rest or loads(factor) else (factor, reduce(partial(call, "add"), rest))
+
+    @cached_property
+    def _factor_and_rest(self) -> tuple[Expr | None, list[Expr]]:
+        """c, where one term of the score has q.k, and is c * qk with a c that is one number for a head; other terms."""
+        terms = [*_terms(self.attention.canonical.folded_score)]
+        with_qk = [term for term in terms if "qk" in symbols(term)]
         factor = _linear_factor(with_qk[0]) if len(with_qk) == 1 else None
-        if factor is None or not rest or loads(factor):
-            return None
-        return factor, reduce(partial(call, "add"), rest)
+        return factor, [term for term in terms if "qk" not in symbols(term)]
 
     @cached_property
     def scale_sign_unknown(self) -> bool:
@@ -207,35 +209,21 @@ class Facts:
         read = self.boxed_read
         if read is None:
             return None
-        factors: list[Expr | None] = []
-        boxes = 0
-        for term in _terms(self.attention.canonical.folded_score):
-            if "qk" in symbols(term):
-                factors.append(_linear_factor(term))
-            if term.text == read.text:
-                boxes += 1
-            elif any(load.text == read.text for load in loads(term)):
-                return None
-        if boxes != 1 or len(factors) != 1 or factors[0] is None:
-            return None
-        of_heads = symbols(factors[0]) & {"batch", "head", "kv_head"}
-        return None if of_heads or loads(factors[0]) else factors[0]
+        factor, rest = self._factor_and_rest
+        others = [term for term in rest if term.text != read.text]
+        is_read_elsewhere = any(load.text == read.text for term in others for load in loads(term))
+        return None if len(rest) - len(others) != 1 or is_read_elsewhere else _of_a_launch(factor)
 
     def score_of_levels(self, tables: Sequence[ByDistance]) -> tuple[Expr, Expr] | None:
         """(c, rest), where the score is c * qk + rest, and rest is one number for a head wherever these tables are.
 
         c is one number for a launch. The rest is over the symbols of the tables. Found without sympy, as above.
         """
-        factors, rest = [], []
-        for term in _terms(self.attention.canonical.folded_score):
-            if "qk" in symbols(term):
-                factors.append(_linear_factor(term))
-            else:
-                rest.append(with_tables(term, tables))
-        if len(factors) != 1 or factors[0] is None or not rest or any(symbols(term) & POSITIONS for term in rest):
+        factor, terms = self._factor_and_rest
+        factor, rest = _of_a_launch(factor), [with_tables(term, tables) for term in terms]
+        if factor is None or not rest or any(symbols(term) & POSITIONS for term in rest):
             return None
-        of_heads = symbols(factors[0]) & {"batch", "head", "kv_head"}
-        return None if of_heads or loads(factors[0]) else (factors[0], reduce(partial(call, "add"), rest))
+        return factor, reduce(partial(call, "add"), rest)
 
     def slope_with(self, tables: Sequence[ByDistance]) -> Expr:
         """d score / d qk over the symbols of these tables: none of them has qk in it."""
@@ -307,8 +295,8 @@ class Facts:
     @cached_property
     def bounds_differ_by_head(self) -> bool:
         """Whether the tiles to visit depend on the head or the batch row."""
-        parts = [e for line in self.kv_tiles.body + self.q_tiles.body for e in (line.value,)]
-        return any(symbols(e) & {"head", "kv_head", "batch"} or loads(e) for e in parts)
+        values = [line.value for line in self.kv_tiles.body + self.q_tiles.body]
+        return any(symbols(value) & {"head", "kv_head", "batch"} or loads(value) for value in values)
 
     @cached_property
     def score_reads_positions(self) -> bool:
@@ -394,6 +382,13 @@ def _linear_factor(score: Expr) -> Expr | None:
     if factor is None or symbols(factor) & {"qk", "q_pos", "kv_pos"}:
         return None
     return canonical(factor)
+
+
+def _of_a_launch(factor: Expr | None) -> Expr | None:
+    """The factor, where it is one number for a launch: neither heads nor reads decide it."""
+    if factor is None or symbols(factor) & {"batch", "head", "kv_head"} or loads(factor):
+        return None
+    return factor
 
 
 def _without_qk(node: Expr) -> Expr | None:

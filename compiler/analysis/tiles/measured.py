@@ -18,7 +18,7 @@ from ....ir.operators import OPERATORS
 from ....ir.walk import loads, nodes, scalars, symbols, tensors
 from ..values.affine import is_bool
 from .programs import Environment, Value, _function, _operand, _values
-from .results import Axis, Measuring, TileCounts, TileProgram
+from .results import Axis, MeasuredAxis, Measuring, TileCounts, TileProgram
 from .survey import CELL, Survey
 
 LONG_AXIS = 1 << 14  # positions above which an axis is long: ends of its tiles are written before tiles are measured
@@ -49,18 +49,16 @@ Visited: TypeAlias = tuple[list[int], list[int]]  # edge tiles and full tiles
 def measuring(found: Survey, kv_tiles: TileProgram, q_tiles: TileProgram, by_head: bool) -> Measuring:
     """What the cost of measuring depends on besides sizes."""
 
-    def reads(values: tuple[Expr, ...]) -> int:
+    def of(program: TileProgram, values: tuple[Expr, ...], compared: set[int]) -> MeasuredAxis:
         inside = {load.text: load for value in values for load in loads(value)}
-        return sum(1 for load in inside.values() if symbols(load) & {"q_pos", "kv_pos"})
+        reads = sum(1 for load in inside.values() if symbols(load) & {"q_pos", "kv_pos"})
+        read = sum(not isinstance(value, Symbol) for value in values)
+        return MeasuredAxis(len(program.outputs) // 4, reads, read, len(compared))
 
-    kv_ranges, q_ranges = (len(program.outputs) // 4 for program in (kv_tiles, q_tiles))
-    q_values, kv_values = (
-        sum(not isinstance(value, Symbol) for value in values) for values in (found.q_values, found.kv_values)
-    )
     return Measuring(
-        by_head, kv_ranges, q_ranges, reads(found.q_values), reads(found.kv_values),
-        "lists" if found.joins_reads else "spans", len(found.cells), min((c.q for c in found.cells), default=0),
-        found.by_pair, q_values, kv_values, len({n for n, _ in found.equal}), len({m for _, m in found.equal}),
+        by_head, of(kv_tiles, found.kv_values, {m for _, m in found.equal}),
+        of(q_tiles, found.q_values, {n for n, _ in found.equal}), "lists" if found.joins_reads else "spans",
+        len(found.cells), min((c.q for c in found.cells), default=0), found.by_pair,
     )  # fmt: skip
 
 

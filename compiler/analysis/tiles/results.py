@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from ....ir.expr import Expr, Load
 from ....ir.normalizer import SOFTMAX, Normalizer
@@ -63,23 +63,29 @@ class TileProgram:
     full_tile: Expr  # likewise: index of the i-th full tile
 
 
+class MeasuredAxis(NamedTuple):
+    """What is measured of the tiles of one axis."""
+
+    ranges: int  # of its tiles that a tile of the other axis may visit
+    reads: int  # of tensors at a position
+    values: int = 0  # of which the least and greatest in a tile is found: not positions themselves
+    bits: int = 0  # those of them of which 64 bits say what is not among them, too
+
+
 @dataclass(frozen=True)
 class Measuring:
-    """What the cost of measuring tiles depends on besides sizes (compiler/measured.py)."""
+    """What the cost of measuring tiles depends on besides sizes (measured.py)."""
 
     by_head: bool  # for each head, because the mask differs by head; else for each batch row
-    kv_ranges: int  # ranges of key tiles that a tile of queries may visit
-    q_ranges: int  # ranges of query tiles that a tile of keys may visit
-    q_reads: int  # reads of tensors at the position of a query
-    kv_reads: int  # reads of tensors at the position of a key
+    kv: MeasuredAxis
+    q: MeasuredAxis
     source: Literal["spans", "lists"] = "spans"  # runs of tiles, or lists of them
     cells: int = 0  # conditions that are looked at once a block of pairs
     cell_rows: int = 0  # queries of the smallest of these blocks
     by_pair: bool = False  # and one that is looked at for each pair
-    q_values: int = 0  # values of which the least and greatest in a tile of queries is found: not positions themselves
-    kv_values: int = 0  # the same of keys
-    q_bits: int = 0  # those of them of which 64 bits say what is not among them, too
-    kv_bits: int = 0
+
+    def of(self, axis: Axis) -> MeasuredAxis:
+        return self.kv if axis == "kv" else self.q
 
 
 # Scores of rows that do not exist: numbers or -inf; the same at the position of the last row; or any, also NaN.

@@ -140,6 +140,11 @@ class Visitor(NamedTuple):
     direction: Direction
     slot: Slot
 
+    @property
+    def other(self) -> Axis:
+        """The axis of the tiles that visit."""
+        return "q" if self.axis == "kv" else "kv"
+
     def kernel(self, name: str, loop: str, stages: Words, warps: int, **given: Any) -> Kernel:
         """A kernel that measures for it: its form has the visitor's tiles, and its programs may be none."""
         whole = given["finds"] == "lists"
@@ -168,10 +173,7 @@ def spans_kernel(visitor: Visitor, measuring: Measuring) -> Kernel:
 
     A program looks at all tiles of `axis`, whose positions all programs read; what one has read, others find in L2.
     """
-    axis, own_reads, reads = visitor.axis, measuring.q_reads, measuring.kv_reads
-    ranges = measuring.kv_ranges
-    if axis == "q":
-        own_reads, reads, ranges = reads, own_reads, measuring.q_ranges
+    axis, own_reads, visited = visitor.axis, measuring.of(visitor.other).reads, measuring.of(visitor.axis)
 
     def rows(x: Sizes) -> float:
         """Programs of a batch row."""
@@ -182,10 +184,10 @@ def spans_kernel(visitor: Visitor, measuring: Measuring) -> Kernel:
 
     def read(x: Sizes) -> float:
         own, other = (x.L, x.T) if axis == "kv" else (x.T, x.L)
-        return READ * x.B * (own_reads * own + reads * other * (1 + (rows(x) - 1) * x.neighbours_miss))
+        return READ * x.B * (own_reads * own + visited.reads * other * (1 + (rows(x) - 1) * x.neighbours_miss))
 
     def written(x: Sizes) -> float:
-        return (SPAN * ranges + FLAG) * programs(x)
+        return (SPAN * visited.ranges + FLAG) * programs(x)
 
     loop = _MANY_KEYS if axis == "kv" else _MANY_QUERIES
     return visitor.kernel(
@@ -197,10 +199,8 @@ def spans_kernel(visitor: Visitor, measuring: Measuring) -> Kernel:
 
 def _bytes_of_ends(axis: Axis, measuring: Measuring) -> int:
     """What is written of a tile: least and greatest of each value, and bits of some."""
-    values, bits = measuring.kv_values, measuring.kv_bits
-    if axis == "q":
-        values, bits = measuring.q_values, measuring.q_bits
-    return LEAST_AND_GREATEST * values + BITS * bits
+    found = measuring.of(axis)
+    return LEAST_AND_GREATEST * found.values + BITS * found.bits
 
 
 @lru_cache(maxsize=64)
@@ -210,7 +210,7 @@ def long_spans_kernel(visitor: Visitor, measuring: Measuring) -> Kernel:
     A program reads those of all stretches, and as many again: of the tiles of one or two.
     """
     axis, by_tiles = visitor.axis, spans_kernel(visitor, measuring)
-    own_reads = measuring.q_reads if axis == "kv" else measuring.kv_reads
+    own_reads = measuring.of(visitor.other).reads
 
     def programs(x: Sizes) -> float:
         return x.long_axis * by_tiles.programs(x._replace(long_axis=0))
@@ -231,7 +231,7 @@ def long_spans_kernel(visitor: Visitor, measuring: Measuring) -> Kernel:
 def ends_kernel(visitor: Visitor, measuring: Measuring) -> Kernel:
     """kv_ends or q_ends: least and greatest of what a mask reads in tiles of a long axis, and in stretches of them."""
     axis = visitor.axis
-    reads = measuring.kv_reads if axis == "kv" else measuring.q_reads
+    reads = measuring.of(axis).reads
 
     def tiles(x: Sizes) -> float:
         return x.long_axis * x.B * (x.Hq if measuring.by_head else 1) * (x.nkv if axis == "kv" else x.nq)
@@ -252,7 +252,7 @@ def ends_of(measuring: Measuring | None) -> tuple[str, ...]:
     """The kernels that write ends: for runs of tiles, and of values other than the position itself."""
     if measuring is None or measuring.source == "lists":
         return ()
-    return tuple(n for n, values in zip(ENDS, (measuring.kv_values, measuring.q_values)) if values)
+    return tuple(n for n, values in zip(ENDS, (measuring.kv.values, measuring.q.values)) if values)
 
 
 @lru_cache(maxsize=64)

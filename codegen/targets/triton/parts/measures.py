@@ -93,9 +93,10 @@ class Measures(Part):
 
     def _numbers_of_ends(self, axis: Axis) -> int:
         """What is measured of a tile: least and greatest of values, and bits; of positions, it has them by itself."""
-        found = self._facts.traits.measured
-        assert found is not None
-        return 2 * found.kv_values + found.kv_bits if axis == "kv" else 2 * found.q_values + found.q_bits
+        measured = self._facts.traits.measured
+        assert measured is not None
+        found = measured.of(axis)
+        return 2 * found.values + found.bits
 
     def _rows_of_tiles(self, axis: Axis, mode: Mode) -> int:
         """Rows of the tiles of an axis whose ends are written."""

@@ -206,9 +206,7 @@ def hides_some(job: Job, n: int, stored: Sequence[str]) -> str:
     mask has as many pairs that store one entry each. No program visits pairs that are hidden."""
     if job.sequences.ragged or job.facts.attention.canonical.is_masked or not stored:
         return ALWAYS
-    tensor = job.gradients[n].load.tensor
-    entries = " * ".join(f"arg_{tensor.name}.shape[{d}]" for d in range(tensor.rank))
-    return f"{entries} != {' * '.join(stored)}"
+    return f"{' * '.join(shape_of_operand(job, n))} != {' * '.join(stored)}"
 
 
 def shape_of_operand(job: Job, n: int) -> tuple[str, ...]:
