@@ -40,18 +40,12 @@ class Box:
         return *tensor.shape, *tensor.stride()[:3]
 
     @staticmethod
-    def places(
-        width: int, batches: int, heads: int, rows: int, dim: int, of_batch: int, of_head: int, of_row: int
-    ) -> tuple[list[int], list[int]]:
+    def places(width: int, *numbers: int) -> tuple[list[int], list[int]]:
         """Sizes and strides that the descriptor has, from `numbers`."""
+        batches, heads, rows, dim, of_batch, of_head, of_row = numbers
         # multiples of 16 bytes even where, the size being 1, they are never used
-        strides = [
-            of_batch if batches > 1 else width,
-            of_head if heads > 1 else width,
-            of_row if rows > 1 else width,
-            1,
-        ]
-        return [batches, heads, rows, dim], strides
+        strides = [of_batch if batches > 1 else width, of_head if heads > 1 else width, of_row if rows > 1 else width]
+        return [batches, heads, rows, dim], [*strides, 1]
 
 
 class RaggedBox(Box):
@@ -63,9 +57,8 @@ class RaggedBox(Box):
     __slots__ = ()
 
     @staticmethod
-    def places(
-        width: int, batches: int, heads: int, rows: int, dim: int, of_batch: int, of_head: int, of_row: int
-    ) -> tuple[list[int], list[int]]:
+    def places(width: int, *numbers: int) -> tuple[list[int], list[int]]:
+        _, heads, _, dim, _, of_head, of_row = numbers
         strides = [(1 << 34) - of_row, of_row, of_head if heads > 1 else of_row, of_row, 1]
         return [_ANY, _ANY, heads, 1 << 30, dim], strides
 
@@ -76,9 +69,8 @@ class HeadsBox(Box):
     __slots__ = ()
 
     @staticmethod
-    def places(
-        width: int, batches: int, heads: int, rows: int, dim: int, of_batch: int, of_head: int, of_row: int
-    ) -> tuple[list[int], list[int]]:
+    def places(width: int, *numbers: int) -> tuple[list[int], list[int]]:
+        batches, heads, rows, dim, of_batch, of_head, of_row = numbers
         return Box.places(width, batches, rows, heads, dim, of_batch, of_row, of_head)
 
 
@@ -111,7 +103,8 @@ class FlatBox(Box):
         return (tensor.numel(),)
 
     @staticmethod
-    def places(width: int, floats: int) -> tuple[list[int], list[int]]:  # type: ignore[override]
+    def places(width: int, *numbers: int) -> tuple[list[int], list[int]]:
+        (floats,) = numbers
         return ([floats // width, width], [width, 1]) if width else ([floats], [1])
 
 
@@ -125,8 +118,9 @@ class WholeBox(Box):
         return tuple(tensor.shape)
 
     @staticmethod
-    def places(width: int, *sizes: int) -> tuple[list[int], list[int]]:
-        return list(sizes), [sizes[1] * sizes[2] * sizes[3], sizes[2] * sizes[3], sizes[3], 1]
+    def places(width: int, *numbers: int) -> tuple[list[int], list[int]]:
+        _, heads, rows, columns = numbers
+        return list(numbers), [heads * rows * columns, rows * columns, columns, 1]
 
 
 _BOXES = {box.__name__: box for box in (Box, RaggedBox, HeadsBox, OperandBox, FlatBox, WholeBox)}

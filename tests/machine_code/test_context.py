@@ -94,7 +94,7 @@ def told(root: str) -> list[type]:
     own = {
         "cpu": [*top_level(of_cpu)],
         "triton": [r for r in top_level(of_triton) if r not in (of_triton.Measuring, of_triton.Tables)],
-        "hopper": [of_hopper.Operands, of_hopper.Offsets, of_hopper.Boxes, HOPPER.get(root, of_hopper.Forward)],
+        "hopper": [of_hopper.Operands, HOPPER.get(root, of_hopper.Forward)],
     }
     other = of_triton.Quantized if backward else of_triton.PairSums
     return [*shared, *(r for r in own[family] if r is not other)]

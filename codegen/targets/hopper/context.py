@@ -48,26 +48,14 @@ from .pieces import (
 # -- every module ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Operands:
-    """What operands are."""
+    """What operands are, and how what a call gives besides is named."""
 
-    dtypes: Dtypes  # their dtypes, by name
-
-
-@dataclass(frozen=True)
-class Offsets:
-    """The position of the first query."""
-
-    offset_kind: Offset  # how a call gives it
+    dtypes: Dtypes  # of operands, by name
+    offset_kind: Offset  # how a call gives the position of the first query
     per_row: bool  # as a tensor, a number for each batch row
     given_offset: str  # its name among parameters
-
-
-@dataclass(frozen=True)
-class Boxes:
-    """What each pair reads, where tiles of it are brought to SRAM."""
-
-    boxed: str  # the argument of functions that are handed a tile, "by_pair, "; or ""
-    box_rank: int  # dimensions of the tensor
+    boxed: str  # the argument of functions that are handed a tile of what pairs read, "by_pair, "; or ""
+    box_rank: int  # dimensions of the tensor that such tiles are of
 
 
 # -- a forward ---------------------------------------------------------------------------------------------------------
@@ -168,20 +156,17 @@ class BackwardConfig:
 
 def records_of(code: CodePlan, facts: Facts, printing: Printing) -> tuple[object, ...]:
     """The records of a plan's module."""
-    boxed = facts.boxed_read if code.brings_boxes else None
-    boxes = Boxes(f"{BY_PAIR}, " if boxed is not None else "", boxed.tensor.rank if boxed is not None else 0)
-    return Operands(code.signature.dtypes), _offsets(code), boxes, _own(code, facts, printing)
-
-
-def _own(code: CodePlan, facts: Facts, printing: Printing) -> Forward | Latent | Backward:
-    if code.schedule.algorithm == "split_kv":
-        return _latent(code, facts)
-    return _forward(code, facts) if code.signature.direction == "forward" else _backward(code, facts, printing)
-
-
-def _offsets(code: CodePlan) -> Offsets:
+    read = facts.boxed_read if code.brings_boxes else None
+    boxed, rank = ("", 0) if read is None else (f"{BY_PAIR}, ", read.tensor.rank)
     kind = code.signature.offset
-    return Offsets(kind, kind == "per_row", "q_offset_ptr" if kind == "per_row" else "q_offset")
+    per_row = kind == "per_row"
+    offset = "q_offset_ptr" if per_row else "q_offset"
+    operands = Operands(code.signature.dtypes, kind, per_row, offset, boxed, rank)
+    if code.schedule.algorithm == "split_kv":
+        return operands, _latent(code, facts)
+    if code.signature.direction == "forward":
+        return operands, _forward(code, facts)
+    return operands, _backward(code, facts, printing)
 
 
 def _forward(code: CodePlan, facts: Facts) -> Forward:
