@@ -36,7 +36,7 @@ Text = Callable[[int], str]  # of an operand, given the precedence of what stand
 
 @dataclass(frozen=True)
 class Dialect:
-    """How leaves and operators are written; what has a sign and no text of its own is written by its sign."""
+    """How leaves, operators and functions are written; an operator without a text of its own is written by its sign."""
 
     name: str
     tiles: Callable[[Operator], str]  # format string over the printed operands, "" for none
@@ -45,6 +45,7 @@ class Dialect:
     load: Callable[[Printer, Load], str]
     rounds_down: bool  # the language's own // and % do
     module: str = ""  # of the GPU language: tl, gl; "" where numbers are Python's
+    decorator: str = ""  # line above each function, "" for none
 
     @property
     def is_gpu(self) -> bool:
@@ -322,15 +323,8 @@ def _pointer_load(language: str) -> Callable[[Printer, Load], str]:
 
 
 def _gpu(name: str, module: str, written: Callable[[Operator], str]) -> Dialect:
-    return Dialect(
-        name=name,
-        tiles=written,
-        numbers=written,
-        mixed=lambda op: "",
-        load=_pointer_load(module),
-        rounds_down=False,
-        module=module,
-    )
+    load, decorator = _pointer_load(module), f"@{name}.jit"
+    return Dialect(name, written, written, lambda op: "", load, rounds_down=False, module=module, decorator=decorator)
 
 
 TRITON = _gpu("triton", "tl", lambda op: op.gpu)

@@ -24,7 +24,7 @@ from ..ir.expr import Call, Const, Expr, Load, Scalar, Symbol, TensorOperand, ca
 from ..ir.operators import OPERATORS, Operator
 from ..ir.philox import ALL_KEPT, TOGETHER, pairs_kept
 from ..ir.walk import loads, nodes, rewrite, scalars, substitute, symbols
-from .dialects import GLUON, TORCH, TRITON, Dialect, Printer, axes
+from .dialects import Dialect, Printer, axes
 from .function_lines import AS_BOUND, AS_INT, HERE, IEEE, IN_RANGE, called, commented, returned, taken_from_here
 from .function_values import LOG2_E, deciding_helpers, in_base_2, is_constant, last_of, within
 
@@ -62,26 +62,6 @@ def _factor(node: Expr) -> int:
     return 1
 
 
-@dataclass(frozen=True)
-class Language:
-    """What differs between the languages that the functions are printed in, besides expressions."""
-
-    dialect: Dialect
-    decorator: str  # line above each function, "" for none
-    module: str  # "tl", "gl"; "" for plain Python
-    block: str  # annotation of a tile size
-    base2: bool  # scores in units of log 2, as exp2 wants them
-
-    @property
-    def is_gpu(self) -> bool:
-        return bool(self.module)
-
-
-TRITON_LANGUAGE = Language(TRITON, "@triton.jit", "tl", ": tl.constexpr", True)
-GLUON_LANGUAGE = Language(GLUON, "@gluon.jit", "gl", ": gl.constexpr", True)
-TORCH_LANGUAGE = Language(TORCH, "", "", "", False)
-
-
 def surveyed_by_torch(facts: Facts) -> Survey | None:
     """What a module of torch code measures itself, of masks whose bounds leave some tiles over."""
     found = facts.survey
@@ -93,7 +73,7 @@ class FunctionPrinter:
     """Prints the functions of one variant in one language."""
 
     facts: Facts
-    language: Language
+    language: Dialect
     approximate: bool = False  # by NVIDIA's tanh.approx.f32, sin.approx.f32: for 16-bit operands only
     source: TileSource = "program"  # of tiles: the functions of `survey` leave runs or lists of them in memory
     offsets_64: bool = False  # places in a tensor operand may lie 2**31 elements apart
@@ -108,7 +88,7 @@ class FunctionPrinter:
     @property
     def base2(self) -> bool:
         """Whether scores are in units of log 2, as exp2 wants them; not those that may lie far from 0."""
-        return self.language.base2 and not self.facts.scores_lie_far
+        return self.language.is_gpu and not self.facts.scores_lie_far
 
     @property
     def env(self) -> str:
@@ -469,13 +449,14 @@ class FunctionPrinter:
 
     @property
     def _printer(self) -> Printer:
-        return Printer(self.language.dialect, offsets_64=self.offsets_64, floats=self.floats)
+        return Printer(self.language, offsets_64=self.offsets_64, floats=self.floats)
 
     # -- tile programs -------------------------------------------------------------------------------------------------
     def tiles(self, program: TileProgram) -> str:
         """kv_tiles or q_tiles: which tiles of the other axis a tile must visit."""
         axis, other = ("KV", "q") if program.axis == "kv" else ("Q", "kv")
-        block = f"BLOCK_{axis}" if self.language.is_gpu else "block"
+        is_gpu, constant = self.language.is_gpu, f": {self.language.module}.constexpr"
+        block = f"BLOCK_{axis}" if is_gpu else "block"
         length = "kv_len" if program.axis == "kv" else "q_len"
         printer = replace(self._printer, names={"block": block, "length": length}, scalar_code=True, offsets_64=True)
         lines = self._widened(program, printer)
@@ -484,9 +465,7 @@ class FunctionPrinter:
         results = ["n_edge", "n_full", *program.outputs]
         lines += returned([self._narrowed(program.body, name) for name in results])
         offset = "q_offset, " if program.axis == "q" else ""
-        signature = (
-            f"{program.axis}_tiles({other}_first, {other}_last, {self.env}, {offset}{block}{self.language.block})"
-        )
+        signature = f"{program.axis}_tiles({other}_first, {other}_last, {self.env}, {offset}{block}{constant * is_gpu})"
         what = "keys" if program.axis == "kv" else "queries (by row)"
         seen = "queries" if program.axis == "kv" else "keys"
         title = (
@@ -556,7 +535,7 @@ class FunctionPrinter:
         return f"{self.language.module}.cast({name}, {self.language.module}.int32)"
 
     def _tile_lookups(self, program: TileProgram, prefix: str = "") -> list[str]:
-        printer = Printer(self.language.dialect, scalar_code=True)
+        printer = Printer(self.language, scalar_code=True)
         arguments = ", ".join(("i", *program.outputs))
         found = (("edge_tile", "the mask", program.edge_tile), ("full_tile", "no mask", program.full_tile))
         return [

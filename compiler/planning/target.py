@@ -175,7 +175,7 @@ class Target(Protocol):
     interprets: bool  # kernels are interpreted on a CPU, for debugging
     multiplies_fp8: bool  # it has products of FP8 operands as they are stored
     partial: bool  # backwards that it cannot compute are left to other targets, also where a call names it
-    language: Any  # what the variant's functions are printed in: a Language of codegen
+    language: Any  # what the variant's functions are printed in: a Dialect of codegen
     printing: Printing
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:

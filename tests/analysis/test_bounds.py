@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import weft
 from weft import batch, group, head, kv_len, kv_pos, masks, q_len, q_pos
-from weft.codegen.functions import TORCH_LANGUAGE, FunctionPrinter
+from weft.codegen.dialects import TORCH
+from weft.codegen.functions import FunctionPrinter
 from weft.compiler.analysis.tiles.bounds import MAX_INTERVALS, kv_bounds, q_bounds
 from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.analysis.values.affine import at_most, const, simplified
@@ -148,7 +149,7 @@ def test_no_program_divides_by_zero_on_a_cpu(mask: Expr, value: int) -> None:
     facts = facts_of(weft.Attention(mask=mask))
     for program in (facts.kv_tiles, facts.q_tiles):
         made: dict[str, object] = {}
-        exec(FunctionPrinter(facts, TORCH_LANGUAGE).tiles(program), made)
+        exec(FunctionPrinter(facts, TORCH).tiles(program), made)
         made[f"{program.axis}_tiles"](0, 15, 0, 0, 0, 1, 40, 40, 64, value, *([0] if program.axis == "q" else []), 16)
     assert_sound(Case(mask, 40, 40, operands={"stride": value}))
 

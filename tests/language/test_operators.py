@@ -18,9 +18,9 @@ import torch
 
 import weft
 from weft import head, kv_pos, q_pos, score
-from weft.codegen.dialects import GLUON, TORCH, TRITON, Printer
+from weft.codegen.dialects import GLUON, TORCH, TRITON, Dialect, Printer
 from weft.codegen.function_lines import IEEE
-from weft.codegen.functions import GLUON_LANGUAGE, TRITON_LANGUAGE, FunctionPrinter, Language
+from weft.codegen.functions import FunctionPrinter
 from weft.compiler.analysis.tiles.facts import Facts
 from weft.compiler.analysis.tiles.programs import _function, _values
 from weft.compiler.analysis.values.ranges import range_of
@@ -184,15 +184,15 @@ def test_torch_writes_it_on_tiles_and_on_numbers(op: Operator) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("language", [TRITON_LANGUAGE, GLUON_LANGUAGE], ids=["triton", "gluon"])
-def test_gpu_languages_have_what_is_printed(op: Operator, language: Language) -> None:
+@pytest.mark.parametrize("language", [TRITON, GLUON], ids=["triton", "gluon"])
+def test_gpu_languages_have_what_is_printed(op: Operator, language: Dialect) -> None:
     """Every function that the text calls is one of the language, or a helper that is printed with it."""
     pytest.importorskip("triton")
     import triton.experimental.gluon.language
     import triton.language
 
     module = {"tl": triton.language, "gl": triton.experimental.gluon.language}[language.module]
-    text = Printer(language.dialect)(sample(op))
+    text = Printer(language)(sample(op))
     helpers = FunctionPrinter(Facts(weft.Attention()), language)._helpers(text)
     for attribute in re.findall(rf"\b{language.module}\.(\w+)", text + "".join(helpers)):
         assert hasattr(module, attribute), attribute
@@ -210,7 +210,7 @@ def test_a_choice_may_hang_on_a_scalar_alone() -> None:
 
 def test_a_helper_is_printed_wherever_it_is_called() -> None:
     """Also right behind a sign or a bracket, and for another helper; not for a function of torch or Triton."""
-    printer = FunctionPrinter(Facts(weft.Attention()), TRITON_LANGUAGE)
+    printer = FunctionPrinter(Facts(weft.Attention()), TRITON)
 
     def helpers(text: str) -> list[str]:
         return [re.findall(r"def (\w+)", h)[0] for h in printer._helpers(text)]
@@ -347,7 +347,7 @@ def test_one_record_is_enough_to_print_kernels(made: Any, name: str, written: st
     assert written in forward and written in backward
     derivatives = backward.split("def dscores(")[1].split("@triton.jit")[0]
     assert slope in derivatives
-    assert written.replace("tl.", "gl.") in FunctionPrinter(Facts(variant), GLUON_LANGUAGE).forward()
+    assert written.replace("tl.", "gl.") in FunctionPrinter(Facts(variant), GLUON).forward()
 
 
 def test_a_mask_may_use_one_more_function(made: Any) -> None:
@@ -424,7 +424,7 @@ Q, K, RATE = q_pos, kv_pos, weft.scalar("rate", float)
 def printed(expr: Expr) -> str:
     """One function of Triton's, as a kernel calls it."""
     mask = weft.Attention(mask=expr, name="decided")
-    return FunctionPrinter(Facts(mask), TRITON_LANGUAGE)._mask_parts()[0].splitlines()[-1]
+    return FunctionPrinter(Facts(mask), TRITON)._mask_parts()[0].splitlines()[-1]
 
 
 DECIDED = [
@@ -444,5 +444,5 @@ def test_what_decides_is_rounded_alike_everywhere(expr: Expr, text: str) -> None
 
 def test_shared_parts_of_a_decision_are_rounded_too() -> None:
     shared = weft.Attention(mask=Q / RATE * (Q / RATE) >= K, name="shared")
-    text = FunctionPrinter(Facts(shared), TRITON_LANGUAGE)._mask_parts()[0]
+    text = FunctionPrinter(Facts(shared), TRITON)._mask_parts()[0]
     assert "t0 = tl.div_rn(q_pos * 1.0, arg_rate)" in text

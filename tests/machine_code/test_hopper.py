@@ -17,7 +17,8 @@ import torch
 
 import weft
 from weft import kv_pos, q_pos, score
-from weft.codegen.functions import GLUON_LANGUAGE, FunctionPrinter
+from weft.codegen.dialects import GLUON
+from weft.codegen.functions import FunctionPrinter
 from weft.codegen.launch.descriptors import RaggedBox
 from weft.codegen.loader import TEMPLATES
 from weft.codegen.targets.hopper.target import HopperTarget
@@ -158,9 +159,7 @@ def run_as_python(text: str, *, needs: list[str], **constants: int) -> dict[str,
 def here_of(attention: weft.Attention, q_len: int, kv_len: int) -> SimpleNamespace:
     """What functions are told: one head of one batch row."""
     values = {"arg_within": WINDOW, "arg_prefix": PREFIX, "group": 1, "head_dim": 64, "q_len": q_len, "kv_len": kv_len}
-    return SimpleNamespace(
-        **{name: values.get(name, 0) for name in FunctionPrinter(facts_of(attention), GLUON_LANGUAGE).known}
-    )
+    return SimpleNamespace(**{name: values.get(name, 0) for name in FunctionPrinter(facts_of(attention), GLUON).known})
 
 
 def seen_by(name: str, axis: str, row: int, rows: int, tile: int, q_len: int, kv_len: int) -> tuple[bool, bool]:
@@ -207,7 +206,7 @@ def test_consumers_of_the_forward_visit_what_they_see(name: str, lengths: tuple[
 @pytest.mark.parametrize("name", CLOSED)
 def test_the_same_part_orders_query_tiles_for_kernels_that_own_keys(name: str, lengths: tuple[int, int]) -> None:
     facts = facts_of(VARIANTS[name])
-    printer = FunctionPrinter(facts, GLUON_LANGUAGE)
+    printer = FunctionPrinter(facts, GLUON)
     part = environment().get_template("hopper/parts/tiles_seen.py.jinja")
     text = part.render(
         seen="q", lookups="q_", ranges=", ".join(facts.q_tiles.outputs), env=printer.env, measured=False,

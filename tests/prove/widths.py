@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import z3
 
 import weft
-from weft.codegen.functions import TRITON_LANGUAGE, FunctionPrinter
+from weft.codegen.dialects import TRITON
+from weft.codegen.functions import FunctionPrinter
 from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.analysis.tiles.results import TileProgram
 from weft.compiler.analysis.tiles.survey import Survey
@@ -208,7 +209,7 @@ def survey_width_question(found: Survey) -> Question:
 
 def _cut_floats(mask: Expr, program: TileProgram) -> Question:
     """What is printed: every int that is read is widened, no float is, and every result that is no number narrowed."""
-    printer = FunctionPrinter(facts_of(weft.Attention(mask=mask)), TRITON_LANGUAGE)
+    printer = FunctionPrinter(facts_of(weft.Attention(mask=mask)), TRITON)
     text = printer.tiles(program)
     widened = set(re.findall(r"^    (\w+) = tl\.cast\(\1, tl\.int64\)$", text, re.MULTILINE))
     made = {line.name for line in program.body}

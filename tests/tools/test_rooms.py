@@ -17,7 +17,7 @@ import weft
 from weft import kv_pos, masks, q_pos, score
 from weft.codegen import loader, targets
 from weft.codegen import normalizers as texts
-from weft.codegen.functions import GLUON_LANGUAGE
+from weft.codegen.dialects import GLUON
 from weft.codegen.generate import generate
 from weft.codegen.loader import TEMPLATES
 from weft.codegen.normalizers import Blocks
@@ -295,7 +295,7 @@ class Warped(TritonTarget):
 
     name = measured_by = family = "warped"
     by_name_only = True
-    language = GLUON_LANGUAGE
+    language = GLUON
     forward = TWO_KINDS
 
     def kernels(self, algorithm: Any, signature: Any, facts: Any) -> Any:

@@ -18,7 +18,7 @@ from ....compiler.planning.signature import Direction, Signature
 from ....compiler.planning.sources import not_in_order
 from ....compiler.planning.target import Launcher, PlannedCall, Printing, Said, Target
 from ....ir.errors import UnavailableError, WeftError
-from ...functions import TORCH_LANGUAGE
+from ...dialects import TORCH
 from ...loader import load
 from ...normalizers import lacks
 from ...products import one_dnn_linear
@@ -36,7 +36,7 @@ class CpuTarget(Target):
     name = measured_by = "cpu"
     by_name_only = interprets = partial = multiplies_fp8 = False
     serves = "cpu"
-    language = TORCH_LANGUAGE
+    language = TORCH
     family = "cpu"
     printing = Printing(adds=True)
 

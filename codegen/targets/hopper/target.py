@@ -23,7 +23,7 @@ from ....compiler.planning.signature import Direction, Signature, Widths
 from ....compiler.planning.target import CallTensors, Launcher, Printing, Target
 from ....ir.attention import Attention
 from ....ir.errors import WeftError, counted
-from ...functions import GLUON_LANGUAGE
+from ...dialects import GLUON
 from ...launch.descriptors import is_ragged_readable, is_readable
 from ...loader import load
 from ..triton.kernels.measures import with_measuring
@@ -80,7 +80,7 @@ class HopperTarget(Target):
     by_name_only = interprets = False
     serves = ""
     partial = multiplies_fp8 = True
-    language = GLUON_LANGUAGE
+    language = GLUON
     family = "hopper"
     printing = Printing("apart", visits_empty=True, narrow_columns=paces.NARROW, splits_tables=True)
 

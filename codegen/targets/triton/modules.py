@@ -17,7 +17,8 @@ from ....compiler.planning.stage_words import Tiles
 from ....compiler.planning.target import Target
 from ....ir.errors import InternalError
 from ...context import Printed
-from ...functions import TRITON_LANGUAGE, FunctionPrinter, parameter_names
+from ...dialects import TRITON
+from ...functions import FunctionPrinter, parameter_names
 from ...generate import generate, written
 from ...subject import cells, level_pairs, values_of
 from .context import Measured, Measuring, Table, Tables
@@ -32,7 +33,7 @@ def measures(facts: Facts, offsets_64: bool, sequences: SequenceKind = DENSE) ->
     found = facts.survey
     if found is None:
         raise InternalError(f"generate: {facts.attention.name} has nothing to measure")
-    printer = FunctionPrinter(facts, TRITON_LANGUAGE, offsets_64=offsets_64)
+    printer = FunctionPrinter(facts, TRITON, offsets_64=offsets_64)
     tiles = Tiles(0, 0, Segments((), ()), facts.traits)  # of any size and width
     looks = found.by_pair and not sequences.keys.packed
     words = words_of(facts.traits.measured, ("kv", "q"), facts.tile_source == "lists", looks)
@@ -46,7 +47,7 @@ def tables(facts: Facts, code: CodePlan) -> str:
     found, levels, making = tables_in(code, facts), levels_in(code, facts), code.of_module("tables")
     if not found or making is None:
         raise InternalError(f"generate: {facts.attention.name} reads nothing by distance")
-    printer = FunctionPrinter(facts, TRITON_LANGUAGE, offsets_64=code.signature.offsets_64, tables=found)
+    printer = FunctionPrinter(facts, TRITON, offsets_64=code.signature.offsets_64, tables=found)
     indices = levels.indices if levels else ()
     told = Tables(
         extents=", ".join(printer.extents_with(indices)),

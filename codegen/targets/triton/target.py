@@ -27,7 +27,7 @@ from ....compiler.planning.signature import Direction, Signature
 from ....compiler.planning.target import Launcher, Printing, Target
 from ....ir.errors import WeftError
 from ....ir.walk import symbols
-from ...functions import TRITON_LANGUAGE
+from ...dialects import TRITON
 from ...loader import load
 from ...normalizers import lacks, softmax_only
 from .context import records_of
@@ -78,7 +78,7 @@ class TritonTarget(Target):
     name = measured_by = "triton"
     by_name_only = partial = multiplies_fp8 = False
     serves = "cuda"
-    language = TRITON_LANGUAGE
+    language = TRITON
     family = "triton"
     printing = Printing(joins_sink=True)
     interprets = False
