@@ -20,7 +20,7 @@ from functools import lru_cache
 from math import ceil, exp
 
 from ..analysis.tiles.measured import LONG_AXIS
-from ..analysis.tiles.results import Axis, TileCounts, Traits
+from ..analysis.tiles.results import PLAIN, Axis, TileCounts, Traits
 from .dtypes import BF16
 from .form import Form, Machine
 from .kernel import Bound, Kernel
@@ -141,13 +141,7 @@ def dense_counts(shape: Shape) -> CountTiles:
 
 
 def sizes_of(
-    kernel: Kernel,
-    form: Form,
-    shape: Shape,
-    hardware: Hardware,
-    parts: Segments,
-    visited: int,
-    traits: Traits = Traits(),  # noqa: B008  frozen
+    kernel: Kernel, form: Form, shape: Shape, hardware: Hardware, parts: Segments, visited: int, traits: Traits = PLAIN
 ) -> Sizes:
     """The letters of a problem, with k = 1: as if there were no L2."""
     size = shape.element_bytes
@@ -172,12 +166,7 @@ def sizes_of(
 
 
 def sram_bytes(
-    kernel: Kernel,
-    form: Form,
-    shape: Shape,
-    hardware: Hardware,
-    parts: Segments,
-    traits: Traits = Traits(),  # noqa: B008  frozen
+    kernel: Kernel, form: Form, shape: Shape, hardware: Hardware, parts: Segments, traits: Traits = PLAIN
 ) -> int:
     """SRAM of one program."""
     sizes = sizes_of(kernel, form, shape, hardware, parts, 1, traits)
@@ -269,7 +258,7 @@ def cost_of(
     hardware: Hardware,
     parts: Segments,
     tiles: TileCounts,
-    traits: Traits = Traits(),  # noqa: B008  frozen
+    traits: Traits = PLAIN,
     longest: int | None = None,
     uneven: bool = False,
     few_queries: bool = True,
@@ -415,7 +404,7 @@ def predict(
     kernels: Sequence[tuple[Kernel, Form]],
     hardware: Hardware,
     parts: Segments,
-    traits: Traits = Traits(),  # noqa: B008  frozen
+    traits: Traits = PLAIN,
     count: CountTiles | None = None,
     longest: CountLongest | None = None,
     uneven: bool = False,

@@ -9,8 +9,8 @@ import pytest
 import weft
 from weft import kv_pos, masks, q_pos
 from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.programs import verify_tiles
 from weft.compiler.analysis.tiles.results import Assign
-from weft.compiler.analysis.tiles.verify_tiles import verify_tiles
 from weft.ir.errors import InternalError
 from weft.ir.expr import Symbol, symbol
 

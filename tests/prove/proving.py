@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from weft.compiler.analysis.tiles import bounds
-from weft.compiler.analysis.tiles.programs import tile_program
+from weft.compiler.analysis.tiles.programs import tile_program, verify_tiles
 from weft.compiler.analysis.tiles.results import TileProgram
 from weft.compiler.analysis.tiles.survey import Survey, survey
-from weft.compiler.analysis.tiles.verify_tiles import verify_tiles
 from weft.ir.expr import Expr
 from weft.ir.walk import loads, symbols
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 from ....compiler.analysis.tiles.facts import Facts
 from ....compiler.analysis.tiles.results import OperandGradient
@@ -19,11 +20,14 @@ from ...launch.device import Device
 from ...launch.division import Division
 from ...launch.job import KV_TILES, Q_TILES, Job, KernelLaunch, Mode, OwnPart
 from ...launch.launcher import KernelLauncher
+from .forms import UNALIGNED, Tiling
 from .kernels.backward import DQUERY
+from .kernels.measures import MEASURES, PAIR_CELLS
 from .kernels.pair_sums import DPAIRS
-from .parts.forms import options_of, unaligned
-from .parts.measures import Measures
+from .kernels.tables import DISTANCE_TABLES
+from .parts.measures import Measures, options_of
 from .parts.sums import NOT_OWN, Sums, hides_some, listed, pair_shares, pairs_at_once, shape_of_operand
+from .tilings import FIXED
 
 JOINING = {"num_warps": 4, "num_stages": 1}  # options of the kernel that joins parts
 ROWS_APART = 4  # programs that join the rows of a short sequence, each every fourth: most have one row or none
@@ -49,6 +53,13 @@ def launcher_of(
     division, neighbours = Division(job), 0 if facts.mask_differs_by_head else 1  # of rows of several heads
     split = SplitKernels(job, division)
     return KernelLauncher(job, split, Measures(job, neighbours), Sums(job, split), division=division)
+
+
+def unaligned(kernel: str, form: Any) -> Any:
+    """The form of a kernel where operands are not aligned."""
+    if kernel in (*FIXED, PAIR_CELLS, DISTANCE_TABLES):
+        return form
+    return Tiling(UNALIGNED.block_q, UNALIGNED.block_kv, form.num_warps, 1) if kernel in MEASURES else UNALIGNED
 
 
 class TritonKernels(OwnPart):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from math import log
 
-from ....compiler.analysis.tiles.results import Traits
+from ....compiler.analysis.tiles.results import PLAIN, Traits
 from ....compiler.planning.cost import Times, cost_of, dense_counts, sram_bytes
 from ....compiler.planning.dtypes import dtype_named
 from ....compiler.planning.kernel import Algorithm, Kernel, Slot
@@ -88,12 +88,7 @@ FIXED = {  # kernels with one form
 
 
 def tilings(
-    kernel: Kernel,
-    algorithm: Algorithm,
-    shape: Shape,
-    hardware: Hardware,
-    parts: Segments,
-    traits: Traits = Traits(),  # noqa: B008  frozen
+    kernel: Kernel, algorithm: Algorithm, shape: Shape, hardware: Hardware, parts: Segments, traits: Traits = PLAIN
 ) -> list[Tiling]:
     """Tilings of one kernel worth timing: the one to use first, then others, best predicted first.
 

@@ -36,7 +36,6 @@ from .results import (
     Work,
 )
 from .survey import Survey, survey
-from .verify_tiles import verify_tiles
 
 
 @dataclass(frozen=True)
@@ -133,11 +132,11 @@ class Facts:
 
     @cached_property
     def kv_tiles(self) -> TileProgram:
-        return verify_tiles(tile_program(self.kv_bounds))
+        return tile_program(self.kv_bounds)
 
     @cached_property
     def q_tiles(self) -> TileProgram:
-        return verify_tiles(tile_program(self.q_bounds))
+        return tile_program(self.q_bounds)
 
     @cached_property
     def survey(self) -> Survey | None:

@@ -8,15 +8,15 @@ program of a simple mask is as short as a person would write it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
 from ....ir.errors import InternalError, WeftError
-from ....ir.expr import Call, Const, Expr, Load, Scalar, Symbol, symbol
+from ....ir.expr import SYMBOLS, Call, Const, Expr, Load, Scalar, Symbol, symbol
 from ....ir.operators import OPERATORS
-from ....ir.walk import rewrite, scalars, substitute, tensors
+from ....ir.walk import rewrite, scalars, substitute, symbols, tensors
 from ..values.affine import Sum, at_most, choose, const, difference, make, maximum, minimum, name, plus
 from .results import Assign, Bounds, Interval, TileCounts, TileProgram
 
@@ -24,6 +24,8 @@ Value = int | float | bool
 MOST_EXACT = 4096  # tiles of the other axis that count_tiles runs one by one
 # Names start with an underscore while the program is put together, so that no operand's name can equal one.
 _ZERO, _BLOCK, _LENGTH, _I = const(0), name("_block"), name("_length"), name("_i")
+_ENDS = {"kv": ("q_first", "q_last"), "q": ("kv_first", "kv_last", "q_offset")}
+_PAIR_SYMBOLS = {"qk", "q_pos", "kv_pos"}
 
 
 def tile_program(bounds: Bounds) -> TileProgram:
@@ -41,7 +43,32 @@ def tile_program(bounds: Bounds) -> TileProgram:
     _counts(tiles, writer)
     outputs = tuple(f"{part}{k}" for k in range(len(tiles)) for part in ("lo", "full_lo", "full_hi", "hi"))
     body = tuple(Assign(line.name[1:], _public(line.value), line.comment) for line in writer.lines)
-    return TileProgram(bounds.axis, body, outputs, _public(_edge_tile(tiles)), _public(_full_tile(tiles)))
+    return verify_tiles(TileProgram(bounds.axis, body, outputs, _public(_edge_tile(tiles)), _public(_full_tile(tiles))))
+
+
+def verify_tiles(program: TileProgram) -> TileProgram:
+    """The program itself. Raise InternalError, listing all that is wrong, unless it makes every name before it is read,
+    makes all of its outputs, and reads nothing that is different for each pair of a tile."""
+    problems = list(_problems(program))
+    if problems:
+        raise InternalError(f"tile program of axis {program.axis}: {'; '.join(problems)}")
+    return program
+
+
+def _problems(program: TileProgram) -> Iterator[str]:
+    known = (set(SYMBOLS) - _PAIR_SYMBOLS) | {"block", "length", *_ENDS[program.axis]}
+    made: set[str] = set()
+    for line in program.body:
+        if unknown := symbols(line.value) - known - made:
+            yield f"{line.name} reads {', '.join(sorted(unknown))}"
+        if line.name in made or line.name in known:
+            yield f"{line.name} is made twice"
+        made.add(line.name)
+    if missing := {"n_edge", "n_full", *program.outputs} - made:
+        yield f"nothing makes {', '.join(sorted(missing))}"
+    for what, tile in (("edge_tile", program.edge_tile), ("full_tile", program.full_tile)):
+        if unknown := symbols(tile) - made - {"i"}:
+            yield f"{what} reads {', '.join(sorted(unknown))}"
 
 
 def lookups(program: TileProgram) -> TileProgram:

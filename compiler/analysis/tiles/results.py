@@ -172,3 +172,6 @@ class Traits:
     score_torch: TorchWork = TorchWork()  # the same as torch computes them on a CPU
     slope_torch: TorchWork = TorchWork()
     mask_torch: TorchWork = TorchWork()
+
+
+PLAIN = Traits()  # of softmax(q.k) without a mask

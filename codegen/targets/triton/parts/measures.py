@@ -3,6 +3,8 @@ tiles a mask visits. Their buffers, their grids, and where their programs look."
 
 from __future__ import annotations
 
+from typing import Any
+
 from .....compiler.analysis.tiles.measured import LIST_HEAD, LIST_ROOM, LONG_AXIS
 from .....compiler.analysis.tiles.results import Axis, TileProgram
 from .....compiler.analysis.tiles.survey import CELL
@@ -28,7 +30,6 @@ from ..kernels.measures import (
     span_width,
 )
 from ..kernels.work import LISTED, WORK
-from .forms import options_of
 
 WORK_SIDES = tuple(zip(WORK, ("q", "kv")))
 TILES: dict[Axis, str] = {"kv": Q_TILES, "q": KV_TILES}  # that own programs, by the axis that these loop over
@@ -197,6 +198,13 @@ class Measures(Part):
         if self._job.sequences.keys.packed:
             return f"({self._extent(axis)} // ({block}) + n_sequences + 1)"
         return f"(({self._extent(axis)} + ({block}) - 1) // ({block}))"
+
+
+def options_of(job: Job, form: Any) -> dict[str, int]:
+    """Of the compilation of a portable kernel, which may have the form of a kernel of another target."""
+    if isinstance(form, Tiling):
+        return {"num_warps": form.num_warps, "num_stages": form.num_stages, **job.rounding}
+    return {"num_warps": 4, **job.rounding}
 
 
 def cells_of(block: int, cell: int, from_start: bool) -> int:

@@ -23,7 +23,7 @@ from ....launch.summing import SHARES
 from ..kernels.pair_sums import DDIAGONALS, DPAIRS
 from ..kernels.tables import BESIDE, DISTANCE_TABLES
 from ..kernels.work import WORK
-from .forms import options_of
+from .measures import options_of
 
 DIAGONALS = f"({Q_TILES} + ({KV_TILES}) - 1) * batches * heads * {DIAGONAL_PARTS}"  # parts of them, of a dense call
 NOT_OWN = frozenset({*BESIDE, *WORK, DPAIRS, DDIAGONALS})  # kernels that no target's own part launches
