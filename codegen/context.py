@@ -100,16 +100,10 @@ class Softmax:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What derivatives a backward finds."""
+    """What derivatives a backward finds, and what it sums of operands that scores read."""
 
     wanted: frozenset[str]  # of query, key, value, rope and operands, those whose gradients are computed
     slope_is_finite: bool  # d score / d (q.k) is never infinite or NaN
-
-
-@dataclass(frozen=True)
-class Sums:
-    """What a backward sums of operands that scores read."""
-
     grads: list[Read]  # reads with a gradient
     sink_grads: list[SinkRead]  # the same of a sink
     levels: LevelPairs | None  # pairs at distances where nothing changes any more, where they are summed apart
@@ -182,8 +176,8 @@ def spread(*records: Any) -> dict[str, object]:
     """The names of these records, for a template. Raises InternalError where two records declare one name.
 
     >>> from weft.compiler.planning.sources import DENSE
-    >>> sorted(spread(Rows(DENSE, "all", 64), Gradients(frozenset(), True)))
-    ['most_short', 'sequences', 'serves', 'slope_is_finite', 'wanted']
+    >>> sorted(spread(Rows(DENSE, "all", 64), Figures("", "")))
+    ['attention_text', 'figures', 'most_short', 'sequences', 'serves']
     """
     names: dict[str, object] = {}
     for record in records:

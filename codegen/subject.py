@@ -21,7 +21,7 @@ from ..compiler.planning.signature import MOST_SHORT, Signature
 from ..compiler.planning.target import Target
 from ..ir.expr import Const, Expr, Load, Scalar, Symbol
 from ..ir.walk import nodes, symbols
-from .context import Cell, Gradients, LevelPairs, Printed, Read, Rows, SinkRead, Softmax, Sums, Value, Variant, Visits
+from .context import Cell, Gradients, LevelPairs, Printed, Read, Rows, SinkRead, Softmax, Value, Variant, Visits
 from .dialects import is_block
 from .functions import FunctionPrinter, parameter_names
 from .normalizers import SCORES, Blocks, Terms, blocks_of, with_sink
@@ -97,7 +97,7 @@ def starts_less_lse(facts: Facts, code: CodePlan, adds: bool) -> bool:
 def records_of(subject: Subject, functions: str) -> tuple[object, ...]:
     """What templates of all families are told of a module."""
     found = (printed(subject, functions), variant(subject), rows(subject), visits(subject), softmax(subject))
-    return (*found, derivatives(subject), sums(subject)) if subject.is_backward else found
+    return (*found, gradients(subject)) if subject.is_backward else found
 
 
 def printed(subject: Subject, functions: str) -> Printed:
@@ -151,19 +151,18 @@ def softmax(subject: Subject) -> Softmax:
     )
 
 
-def derivatives(subject: Subject) -> Gradients:
-    wanted = frozenset[str]() if subject.code.is_lent else subject.signature.wanted
-    return Gradients(wanted, subject.facts.slope_is_finite(subject.visits_empty))
-
-
-def sums(subject: Subject) -> Sums:
+def gradients(subject: Subject) -> Gradients:
     """Of a lent module, those of diagonals alone."""
-    numbered = list(enumerate(subject.gradients))
-    if subject.code.is_lent:
+    is_lent, numbered = subject.code.is_lent, list(enumerate(subject.gradients))
+    if is_lent:
         numbered = [(i, g) for i, g in numbered if g.kind == "diagonal"]
-    reads = [_read(subject, i, g) for i, g in numbered if g.kind != "sink"]
-    sinks = [SinkRead(i, _is_finite(subject, g)) for i, g in numbered if g.kind == "sink"]
-    return Sums(reads, sinks, level_pairs(subject.levels, subject.code.is_lent))
+    return Gradients(
+        wanted=frozenset() if is_lent else subject.signature.wanted,
+        slope_is_finite=subject.facts.slope_is_finite(subject.visits_empty),
+        grads=[_read(subject, i, g) for i, g in numbered if g.kind != "sink"],
+        sink_grads=[SinkRead(i, _is_finite(subject, g)) for i, g in numbered if g.kind == "sink"],
+        levels=level_pairs(subject.levels, is_lent),
+    )
 
 
 def _read(subject: Subject, i: int, g: OperandGradient) -> Read:

@@ -110,6 +110,15 @@ def _foreign_call(package: str, name: str, args: Any, special: bool) -> Expr:
     fail(f"`{package}.{name.strip('_')}` computes numbers, and this is an expression; {foreign.instead_of(name)}")
 
 
+def _refused(words: str) -> Callable[..., NoReturn]:
+    """An operator of Python that expressions do not have."""
+
+    def operator(*operands: object) -> NoReturn:
+        fail(words)
+
+    return operator
+
+
 class Node(Foreign):
     """Python's operators, written down instead of computed."""
 
@@ -150,30 +159,20 @@ class Node(Foreign):
     def __invert__(self) -> Expr: return call("not", self)
     # fmt: on
 
-    def __pow__(self, other: Operand) -> NoReturn:
-        fail(
-            "`**` is not part of the language; write x * x, weft.sqrt(x) for x**0.5, weft.rsqrt(x) for x**-0.5, or "
-            "weft.exp2(y * weft.log2(x)) of x above 0"
-        )
-
-    def __rshift__(self, other: object) -> NoReturn:
-        fail(
-            "`>>` is not part of the language; write x // 2, x // 4, ..., and for places that differ "
-            "x // weft.maximum(powers[places], 1), of powers of 2 that the call gives; weft.masks.bit_packed reads bits"
-        )
-
-    def __lshift__(self, other: object) -> NoReturn:
-        fail(
-            "`<<` is not part of the language; write x * 2, x * 4, ..., or x * powers[places], of powers of 2 that the "
-            "call gives"
-        )
-
-    def __matmul__(self, other: object) -> NoReturn:
-        fail("`@` is not part of the language: weft.score is scale * (query . key) already")
-
-    def __divmod__(self, other: object) -> NoReturn:
-        fail("divmod is not part of the language; write x // y and x % y")
-
+    __pow__ = _refused(
+        "`**` is not part of the language; write x * x, weft.sqrt(x) for x**0.5, weft.rsqrt(x) for x**-0.5, or "
+        "weft.exp2(y * weft.log2(x)) of x above 0"
+    )
+    __rshift__ = _refused(
+        "`>>` is not part of the language; write x // 2, x // 4, ..., and for places that differ "
+        "x // weft.maximum(powers[places], 1), of powers of 2 that the call gives; weft.masks.bit_packed reads bits"
+    )
+    __lshift__ = _refused(
+        "`<<` is not part of the language; write x * 2, x * 4, ..., or x * powers[places], of powers of 2 that the "
+        "call gives"
+    )
+    __matmul__ = _refused("`@` is not part of the language: weft.score is scale * (query . key) already")
+    __divmod__ = _refused("divmod is not part of the language; write x // y and x % y")
     __rpow__ = __pow__
     __rrshift__, __rlshift__, __rmatmul__, __rdivmod__ = __rshift__, __lshift__, __matmul__, __divmod__
 
@@ -183,35 +182,14 @@ class Node(Foreign):
     def __getitem__(self, index: object) -> NoReturn:
         fail(f"`{self}` is one number for each query and key and has no index; weft.tensor declares what has one")
 
-    def __bool__(self) -> bool:
-        fail(NO_TRUTH)
-
-    def __index__(self) -> int:
-        fail(_NO_NUMBER)
-
-    def __int__(self) -> int:
-        fail(f"an expression is not a number yet; {foreign.instead_of('int')}")
-
-    def __float__(self) -> float:
-        fail(_NO_NUMBER)
-
-    def __complex__(self) -> complex:
-        fail(_NO_NUMBER)
-
-    def __round__(self, digits: object = None) -> NoReturn:
-        fail(f"round is not part of the language; {foreign.instead_of('round')}")
-
-    def __floor__(self) -> NoReturn:
-        fail(f"math.floor computes numbers, and this is an expression; {foreign.instead_of('floor')}")
-
-    def __ceil__(self) -> NoReturn:
-        fail(f"math.ceil computes numbers, and this is an expression; {foreign.instead_of('ceil')}")
-
-    def __trunc__(self) -> NoReturn:
-        fail(f"math.trunc computes numbers, and this is an expression; {foreign.instead_of('trunc')}")
-
-    def __len__(self) -> int:
-        fail("an expression has no length; use weft.q_len or weft.kv_len")
+    __bool__ = _refused(NO_TRUTH)
+    __index__ = __float__ = __complex__ = _refused(_NO_NUMBER)
+    __int__ = _refused(f"an expression is not a number yet; {foreign.instead_of('int')}")
+    __round__ = _refused(f"round is not part of the language; {foreign.instead_of('round')}")
+    __floor__ = _refused(f"math.floor computes numbers, and this is an expression; {foreign.instead_of('floor')}")
+    __ceil__ = _refused(f"math.ceil computes numbers, and this is an expression; {foreign.instead_of('ceil')}")
+    __trunc__ = _refused(f"math.trunc computes numbers, and this is an expression; {foreign.instead_of('trunc')}")
+    __len__ = _refused("an expression has no length; use weft.q_len or weft.kv_len")
 
     def __str__(self) -> str:
         return self.text

@@ -90,7 +90,7 @@ def told(root: str) -> list[type]:
     if root in BESIDE:
         return [common.Comments, common.Printed, *BESIDE[root]]
     family, backward = root.split("/")[0], "backward" in root
-    shared = [r for r in top_level(common) if backward or r not in (common.Gradients, common.Sums)]
+    shared = [r for r in top_level(common) if backward or r is not common.Gradients]
     own = {
         "cpu": [*top_level(of_cpu)],
         "triton": [r for r in top_level(of_triton) if r not in (of_triton.Measuring, of_triton.Tables)],
@@ -197,7 +197,7 @@ def test_what_a_template_reads_is_declared(root: str) -> None:
     Jinja, which refuses to print an undefined name."""
     sets = {name for template in closure(root) for name in parsed(template).sets}
     own = {name for record in told(root) for name in declared(record)} | sets
-    of_macros = own | {name for record in (common.Gradients, common.Sums) for name in declared(record)}
+    of_macros = own | {name for name in declared(common.Gradients)}
     for template in closure(root):
         text = parsed(template)
         assert text.outside - text.optional - of_macros == set(), template
