@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from functools import lru_cache
 from importlib.util import find_spec
@@ -121,84 +121,41 @@ class TritonTarget(Target):
 
     def _why_not(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
         """Why it has no text of a kernel for such calls of this variant, wherever the operands are."""
-        return (
-            self._undivided(kernel, signature, facts)
-            or self._dense_only(kernel, signature, facts)
-            or self._real_only(kernel, signature)
-            or self._no_lengths(signature, facts)
-            or self._lacking(kernel, facts)
-            or self._no_gradients(kernel, signature, facts)
-        )
+        lacking = next(self._lacking(kernel, signature, facts), None)
+        return None if lacking is None else f"{self.name}: {lacking}"
 
-    def _undivided(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
-        """Why it does not divide the keys of such calls."""
-        if not kernel.shares_keys:
-            return None
-        lacking = (
-            "dropout"
-            if facts.attention.canonical.drops
-            else "packed sequences"
-            if signature.sequences.keys.packed
-            else ""
-        )
-        return f"{self.name}: schedule split_kv has no {lacking}; use schedule='flash'" if lacking else None
-
-    def _no_gradients(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
-        """Why it cannot sum the gradient of what pairs read."""
-        reads = [(load, kind) for load, kind in facts.gradient_kinds if load.tensor.name in signature.wanted]
-        found = next((load for load, kind in reads if kind in PAIR_KINDS), None)
-        if signature.direction == "forward" or found is None:
-            return None
-        if not is_of_flash(kernel):
-            return (
-                f"{self.name}: schedule {_algorithm(kernel)} has no gradient of `{found}`, whose index has q_pos and "
-                f"kv_pos; use schedule='flash', or pass {found.tensor.name}.detach()"
+    def _lacking(self, kernel: Kernel, signature: Signature, facts: Facts) -> Iterator[str]:
+        """What it lacks for them, in words: schedules of papers have less than flash."""
+        variant, kind, flash = facts.attention.canonical, signature.sequences, "use schedule='flash'"
+        paper = "" if is_of_flash(kernel) else f"schedule {_algorithm(kernel)}"
+        if kernel.shares_keys and (variant.drops or kind.keys.packed):
+            yield f"schedule split_kv has no {'dropout' if variant.drops else 'packed sequences'}; {flash}"
+        if paper and not kind.alike:
+            rows = "sequences of one length" if kind.in_order else "rows in the order of their positions"
+            yield f"{paper} computes {rows}, got {kind} ones; {flash}"
+        if paper and signature.dtypes.quantized:
+            yield f"{paper} has no FP8 operands; {flash}"
+        read = {name for expression in variant.expressions for name in symbols(expression)}
+        for length in sorted(kind.lengths_unknown() & read):
+            yield f"{length} is not the number of rows of {kind} sequences, and the variant reads it"
+        if paper and variant.drops:
+            yield f"{paper} has no dropout; {flash}"
+        normalizers = softmax_only(variant.weighs) if paper else lacks(variant.weighs, self.family)
+        if normalizers is not None:
+            yield f"{paper} {normalizers}".lstrip()
+        reads = [(each, how) for each, how in facts.gradient_kinds if each.tensor.name in signature.wanted]
+        of_pairs = [each for each, how in reads if how in PAIR_KINDS and signature.direction == "backward"]
+        for each in of_pairs if paper else ():
+            yield (
+                f"{paper} has no gradient of `{each}`, whose index has q_pos and kv_pos; {flash}, or pass "
+                f"{each.tensor.name}.detach()"
             )
-        refused = ways_of(reads, signature).refused
-        return (
-            None
-            if refused is None
-            else (
-                f"{self.name}: in packed sequences the gradient of `{refused}`, whose entries several pairs read, is "
-                "summed by atomic additions alone, which do not repeat bit for bit: pass deterministic=False to allow "
-                "them, or padded sequences with q_lens= and kv_lens="
+        if of_pairs and (refused := ways_of(reads, signature).refused) is not None:
+            yield (
+                f"in packed sequences the gradient of `{refused}`, whose entries several pairs read, is summed by "
+                "atomic additions alone, which do not repeat bit for bit: pass deterministic=False to allow them, or "
+                "padded sequences with q_lens= and kv_lens="
             )
-        )
-
-    def _dense_only(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
-        """Why it has no such kernel for sequences of their own lengths: of schedules only flash has."""
-        if signature.sequences.alike or is_of_flash(kernel):
-            return None
-        rows = "sequences of one length" if signature.sequences.in_order else "rows in the order of their positions"
-        return (
-            f"{self.name}: schedule {_algorithm(kernel)} computes {rows}, got {signature.sequences} "
-            "ones; use schedule='flash'"
-        )
-
-    def _real_only(self, kernel: Kernel, signature: Signature) -> str | None:
-        """Why it has no such kernel for FP8 operands: schedules of papers compute real numbers."""
-        if not signature.dtypes.quantized or is_of_flash(kernel):
-            return None
-        return f"{self.name}: schedule {_algorithm(kernel)} has no FP8 operands; use schedule='flash'"
-
-    def _no_lengths(self, signature: Signature, facts: Facts) -> str | None:
-        """Why it has no value for a length that the variant reads."""
-        kind = signature.sequences
-        read = {name for expression in facts.attention.canonical.expressions for name in symbols(expression)}
-        unknown = sorted(kind.lengths_unknown() & read)
-        if not unknown:
-            return None
-        return f"{self.name}: {unknown[0]} is not the number of rows of {kind} sequences, and the variant reads it"
-
-    def _lacking(self, kernel: Kernel, facts: Facts) -> str | None:
-        """Why it has no text for the normalizer; schedules other than flash write a softmax out."""
-        if is_of_flash(kernel):
-            where, lacking = "", lacks(facts.attention.canonical.weighs, self.family)
-        else:
-            where, lacking = f"schedule {_algorithm(kernel)} ", softmax_only(facts.attention.canonical.weighs)
-            if facts.attention.canonical.drops:
-                lacking = "has no dropout; use schedule='flash'"
-        return None if lacking is None else f"{self.name}: {where}{lacking}"
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         found = self._forms(kernel, signature, hardware, facts)
