@@ -16,7 +16,6 @@ from ..compiler.planning.records import Stage
 from ..compiler.planning.target import Target
 from ..ir.errors import InternalError
 from .context import Comments, spread
-from .decided import decided
 from .figures import figures
 from .functions import FunctionPrinter
 from .lines import fitted
@@ -26,6 +25,9 @@ from .subject import Subject, records_of
 
 if TYPE_CHECKING:
     import jinja2
+
+# Constants that split_kv_forward.py.jinja still prints for parts that decide without them; this goes with its lines.
+_UNREAD = re.compile(r"^(?:LAZY_RESCALE|PAIR_MAXIMUM|LOADS_AT_POSITIONS|LINEAR|FAR) = gl\.constexpr.*\n", re.MULTILINE)
 
 
 def generate(facts: Facts, code: CodePlan, target: Target) -> str:
@@ -90,6 +92,6 @@ def _template(name: str) -> jinja2.Template:
 
 
 def _tidy(text: str) -> str:
-    """Without what is never run; blank lines as PEP 8 has them, stages as comments, and lines that fit."""
-    text = decided(re.sub(r"[ \t]+\n", "\n", wrapped(text)))
+    """Blank lines as PEP 8 has them, stages as comments, and lines that fit."""
+    text = _UNREAD.sub("", re.sub(r"[ \t]+\n", "\n", wrapped(text)))
     return fitted(re.sub(r"\n{4,}", "\n\n\n", text).strip() + "\n")

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import jinja2
 import pytest
 import torch
 
@@ -22,6 +21,7 @@ from weft.codegen.functions import FunctionPrinter
 from weft.codegen.launch.descriptors import RaggedBox
 from weft.codegen.loader import TEMPLATES
 from weft.codegen.targets.hopper.target import HopperTarget
+from weft.codegen.templates import environment
 from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.planning.form import parse_form
 from weft.compiler.planning.machines.hardware import H200
@@ -197,8 +197,7 @@ def check_order(name: str, axis: str, code: dict[str, Any], unit_rows: int, leng
 @pytest.mark.parametrize("name", CLOSED)
 def test_consumers_of_the_forward_visit_what_they_see(name: str, lengths: tuple[int, int]) -> None:
     needs = ["tiles_seen_from", "kv_tile", "own_tiles"]
-    masked = name != "dense"
-    code = run_as_python(source(name, 64), needs=needs, MASKED=masked, ROWS=64, BLOCK_KV=128)
+    code = run_as_python(source(name, 64), needs=needs, ROWS=64, BLOCK_KV=128)
     check_order(name, "kv", code, 192, lengths)
 
 
@@ -207,19 +206,14 @@ def test_consumers_of_the_forward_visit_what_they_see(name: str, lengths: tuple[
 def test_the_same_part_orders_query_tiles_for_kernels_that_own_keys(name: str, lengths: tuple[int, int]) -> None:
     facts = facts_of(VARIANTS[name])
     printer = FunctionPrinter(facts, GLUON)
-    part = environment().get_template("hopper/parts/tiles_seen.py.jinja")
+    part = environment(TEMPLATES).get_template("hopper/parts/tiles_seen.py.jinja")
     text = part.render(
         seen="q", lookups="q_", ranges=", ".join(facts.q_tiles.outputs), env=printer.env, measured=False,
-        source="program",
+        source="program", masked=name != "dense",
     )  # fmt: skip
     needs = ["tiles_seen_from", "q_tile", "own_tiles"]
-    code = run_as_python(printer.backward(()) + text, needs=needs, MASKED=name != "dense", ROWS=64, BLOCK_Q=128)
+    code = run_as_python(printer.backward(()) + text, needs=needs, ROWS=64, BLOCK_Q=128)
     check_order(name, "q", code, 128, lengths)
-
-
-def environment() -> jinja2.Environment:
-    loader = jinja2.FileSystemLoader(TEMPLATES)
-    return jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
 
 @pytest.mark.parametrize(("longest", "packed"), [("last", False), ("first", False), ("last", True), ("first", True)])
@@ -228,11 +222,12 @@ def test_every_unit_of_work_is_handed_out_once(
     longest: str, packed: bool, head_tiles: int, batch_heads: int, together: int
 ) -> None:
     """Units that see most come first; of a list, which packed sequences have, these are the first ones."""
-    text = environment().get_template("hopper/parts/work_order.py.jinja").render(longest=longest, packed=packed)
+    part = environment(TEMPLATES).get_template("hopper/parts/work_order.py.jinja")
     launch = SimpleNamespace(head_tiles=head_tiles, batch_heads=batch_heads, heads_together=together)
     everything = [(tile, head) for tile in range(head_tiles) for head in range(batch_heads)]
     for masked in (False, True):
-        place_of = run_as_python(text, needs=["place_of"], MASKED=masked)["place_of"]
+        text = part.render(longest=longest, packed=packed, masked=masked)
+        place_of = run_as_python(text, needs=["place_of"])["place_of"]
         places = [place_of(i, launch) for i in range(head_tiles * batch_heads)]
         assert sorted(places) == everything
         if masked:
@@ -310,7 +305,7 @@ def test_rows_that_end_anywhere(stride):
     """Coordinates of sequences.py.jinja lead to the rows of a sequence, and past its end out of the descriptor."""
     box = RaggedBox(torch.empty(1 << 21, dtype=torch.bfloat16).as_strided((2, 4, 256, 64), stride), 64)
     part = '{% import "hopper/parts/sequences.py.jinja" as seq with context %}'
-    render = environment().from_string(part + '{{ seq.at("key", "head", "row", "8", "length") }}')
+    render = environment(TEMPLATES).from_string(part + '{{ seq.at("key", "head", "row", "8", "length") }}')
     text = render.render(sequences=kind_named("lengths"), offset_kind="bottom_right")
     for batch, head, row, length in ((0, 0, 0, 1), (1, 3, 77, 78), (1, 2, 0, 256), (0, 1, 78, 77), (1, 1, 5, 0)):
         names = {"key_start": batch * (stride[0] // stride[2]), "head": head, "row": row, "length": length}

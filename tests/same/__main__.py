@@ -1,8 +1,7 @@
 """What a change of structure must leave as it is: sources, stages, plans and machine code of a corpus of calls.
 
 python -m tests.same                 compare with tests/same/recorded.json; exit 1 where something differs, and where a
-                                     function that generated code calls has more than 8 parameters or a branch
-                                     is decided by constants of its module
+                                     function that generated code calls has more than 8 parameters
 python -m tests.same --record        write that file, in the commit that means to change what is generated
 python -m tests.same --machine-code  also compile kernels of `triton` and `hopper`, and compare hashes of their PTX
 python -m tests.same --texts FOLDER  write the texts there, to be compared with those of another commit by `diff -r`
@@ -21,8 +20,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
-
-from weft.codegen.decided import decided
 
 from .corpus import corpus
 from .texts import CORES, machine_code, machine_code_without_holes, texts_of, without_holes
@@ -95,12 +92,6 @@ def long_signatures(found: Mapping[str, Mapping[str, str]]) -> list[str]:
     return [*lines.values()]
 
 
-def decided_branches(found: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """A line for each module with branches that its own constants decide."""
-    modules = ((f"{n}: {d}", parts[d]) for n, parts in found.items() for d in ("forward", "backward") if d in parts)
-    return [f"{name} has branches that its constants decide" for name, text in modules if decided(text) != text]
-
-
 def _is_called_on_a_gpu(function: ast.FunctionDef) -> bool:
     return [ast.unparse(d) for d in function.decorator_list] in (["triton.jit"], ["gluon.jit"])
 
@@ -140,7 +131,7 @@ def main() -> None:
     if not asked.machine_code:
         known = {n: {p: h for p, h in parts.items() if not p.startswith("ptx ")} for n, parts in known.items()}
     lines = differences(known, hashes(found))
-    defects = long_signatures(found) + decided_branches(found)
+    defects = long_signatures(found)
     said = f"{len(found)} triples, {sum(map(len, found.values()))} texts, {len(lines)} differ"
     print(*lines, *defects, said, sep="\n")
     sys.exit(bool(lines or defects))
