@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil, log2
 
 from .ir import functions
-from .ir.errors import WeftError
+from .ir.errors import WeftError, shown
 from .ir.expr import Expr, Operand, expression
 
 __all__ = ["bucket"]
@@ -32,7 +32,9 @@ def bucket(distance: Operand, buckets: int = 32, max_distance: int = 128, bidire
         raise WeftError(f"bucket: expected an int distance such as kv_pos - q_pos, got {away.dtype} `{away}`")
     for name, value in (("buckets", buckets), ("max_distance", max_distance)):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise WeftError(f"bucket: expected {name} to be an int, got {value!r}")
+            raise WeftError(f"bucket: expected {name} to be an int, got {shown(value)}")
+    if not isinstance(bidirectional, bool):
+        raise WeftError(f"bucket: expected bidirectional to be True or False, got {shown(bidirectional)}")
     own = buckets // 2 if bidirectional else buckets
     if own < 2 or buckets % (2 if bidirectional else 1):
         least = "an even number of at least 4" if bidirectional else "at least 2"

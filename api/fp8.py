@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .calls.dtensors import is_sharded
 from .calls.nested import are_jagged
-from .ir.errors import WeftError, collected
+from .ir.errors import WeftError, collected, shown
 from .runtime import descales
 from .runtime.check.tensors import form_problem
 from .runtime.descales import ROWS, Per
@@ -60,12 +60,12 @@ def quantize(
         problems.append("x: expected a plain tensor, got a DTensor; quantise what this process has, x.to_local()")
     elif x.dim() != 4 or x.dtype not in _FROM:
         problems.append(f"x: expected [B, H, L, D] of bf16, fp16, fp32 or fp64, got {x.dtype} {list(x.shape)}")
-    if isinstance(per, (bool, Tensor)) or per not in get_args(Per):
-        problems.append(f"per: expected 'tensor', 'head', 64, 128 or 'token', got {per!r}")
+    if not descales.is_per(per):
+        problems.append(f"per: expected 'tensor', 'head', 64, 128 or 'token', got {shown(per)}")
     if not descales.is_fp8(dtype):
-        problems.append(f"dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got {dtype!r}")
+        problems.append(f"dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got {shown(dtype)}")
     if not isinstance(layout, str) or layout not in get_args(Layout):
-        problems.append(f"layout: expected 'rows' or 'columns', got {layout!r}")
+        problems.append(f"layout: expected 'rows' or 'columns', got {shown(layout)}")
     if problems:
         raise collected("weft.fp8.quantize", problems)
     return Quantized(*op.quantize(x, ROWS[per], dtype, layout == "columns"))
@@ -75,8 +75,8 @@ def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tens
     """The real numbers, [B, H, L, D]."""
     if not isinstance(quantized, tuple) or [isinstance(t, Tensor) for t in quantized] != [True, True]:
         raise WeftError(f"dequantize: expected Quantized(data, descale), got {type(quantized).__name__}")
-    if dtype not in _FROM:
-        raise WeftError(f"dequantize: dtype: expected bf16, fp16, fp32 or fp64, got {dtype!r}")
+    if not isinstance(dtype, torch.dtype) or dtype not in _FROM:
+        raise WeftError(f"dequantize: dtype: expected bf16, fp16, fp32 or fp64, got {shown(dtype)}")
     quantized = Quantized(*quantized)
     kinds = quantized.data.dtype, quantized.descale.dtype
     if kinds[0] not in descales.FP8 or kinds[1] != torch.float32:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from .ir.errors import WeftError
+from .ir.errors import WeftError, shown
 from .ir.expr import Const, Expr, Operand, TensorOperand, expression, symbol
 from .ir.functions import abs as absolute
 from .ir.functions import maximum, minimum, where
@@ -38,7 +38,7 @@ def _size(function: str, argument: str, value: Operand, least: int = 1) -> Opera
     """A number or an expression; a number below the least is refused here, what a call gives is checked there."""
     if isinstance(value, tuple):
         raise WeftError(
-            f"masks.{function}: {argument}: expected one number, got {value!r}; a window of (left, right) neighbours "
+            f"masks.{function}: {argument}: expected one number, got {shown(value)}; a window of (left, right) neighbours "
             "is masks.sliding_window(left + 1, ahead=right + 1)"
         )
     node = expression(value)

@@ -10,7 +10,7 @@ from math import inf
 from typing import TYPE_CHECKING, NoReturn
 
 from .buckets import bucket
-from .ir.errors import WeftError
+from .ir.errors import WeftError, shown
 from .ir.expr import Const, Expr, Node, Operand, TensorOperand, expression, symbol
 from .ir.foreign import number_in
 from .ir.functions import log, maximum, minimum, tanh
@@ -84,7 +84,7 @@ def relative_bias(table: TensorOperand, max_distance: int) -> Score:
     number = number_in(max_distance)
     max_distance = number if isinstance(number, int) else max_distance
     if isinstance(max_distance, bool) or not isinstance(max_distance, int) or max_distance < 1:
-        raise WeftError(f"scores.relative_bias: expected max_distance to be at least 1, got {max_distance!r}")
+        raise WeftError(f"scores.relative_bias: expected max_distance to be at least 1, got {shown(max_distance)}")
     _check_operand("relative_bias", table, 2, "[heads, distances]")
     distance = maximum(minimum(_kv - _q, max_distance), -max_distance)
     return lambda score: expression(score) + table[_head, distance + max_distance]
@@ -190,7 +190,7 @@ def compose(*parts: Score) -> Score:
 
     for part in parts:
         if isinstance(part, Node) or not callable(part):
-            raise WeftError(f"scores.compose: expected scores such as scores.softcap(30.0), got {part!r}")
+            raise WeftError(f"scores.compose: expected scores such as scores.softcap(30.0), got {shown(part)}")
 
     def composed(score: Operand) -> Expr:
         result = expression(score)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from . import masks, scores
 from .attention import Attention
-from .ir.errors import WeftError
+from .ir.errors import WeftError, shown
 from .ir.expr import Expr, Operand, TensorOperand, symbol
 from .ir.functions import log, rsqrt
 
@@ -36,7 +36,7 @@ def _vector(function: str, operand: TensorOperand, dtype: str, dimension: str) -
     if not isinstance(operand, TensorOperand) or operand.rank != 1 or operand.dtype != dtype:
         raise WeftError(
             f"variants.{function}: expected a tensor operand [{dimension}] such as weft.tensor('x', 1, {dtype}), got "
-            f"{operand!r}"
+            f"{shown(operand)}"
         )
     return operand
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
+
+_LONGEST, _MOST = 200, 8  # letters of a value in a message, and entries of a list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +95,40 @@ def second_derivative(name: str) -> WeftError:
 
 
 def shown(value: object) -> str:
-    """A value in a message; an int of thousands of digits by its size, as Python refuses to print it.
+    """A value in a message, in a few words: all that a mistake can be has some.
 
-    >>> shown(-3), shown(2**20000)
-    ('-3', 'an int of 20001 bits')
+    An int of thousands of digits is told by its size, as Python refuses to print it. Of a tensor or an array the shape
+    and dtype are told, as it may be large, or have no memory to read.
+
+    >>> shown(-3), shown(2**20000), shown("x" * 1000)[:4]
+    ('-3', 'an int of 20001 bits', "'xxx")
     """
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an int of {value.bit_length()} bits"
-    return repr(value)
+    if isinstance(value, (list, tuple)) and type(value).__repr__ in (list.__repr__, tuple.__repr__):
+        return _row_shown(value)
+    try:
+        if hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, type):
+            return _array_shown(value)
+        text = repr(value)
+    except Exception:  # of a caller's class, or of a tensor whose sizes are not known
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _row_shown(values: list[object] | tuple[object, ...]) -> str:
+    few = [shown(value) for value in values[:_MOST]] + ["..."] * (len(values) > _MOST)
+    inside = ", ".join(few)
+    return f"[{inside}]" if isinstance(values, list) else f"({inside}{',' * (len(few) == 1)})"
+
+
+def _array_shown(value: Any) -> str:
+    """A numpy scalar as a number; what is longer by its sizes."""
+    library = type(value).__module__.partition(".")[0]
+    if library == "numpy" and not value.shape and type(value).__name__ != "ndarray":
+        return repr(value)
+    kind = "a tensor" if library == "torch" else f"an {type(value).__name__}"
+    return f"{kind} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -460,7 +460,7 @@ def check_identifier(name: str) -> str:
     identifier may pass. That of a function is one: a variant may be called softplus."""
     if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         hint = "" if isinstance(name, str) else "; what it holds is given at each call, name=..."
-        fail(f"expected a Python identifier as a name, got {name!r}{hint}")
+        fail(f"expected a Python identifier as a name, got {shown(name)}{hint}")
     if name in SYMBOLS or name in INTERNAL_SYMBOLS or name in CALL_OPTIONS:
         fail(f"the name {name!r} is reserved for a symbol, function or call option; choose another")
     if name in ("inf", "nan"):
@@ -472,7 +472,7 @@ def check_identifier(name: str) -> str:
 
 def _check_name(name: str) -> str:
     """The same for an operand, which expressions read by its name."""
-    if name in OPERATORS:
+    if isinstance(name, str) and name in OPERATORS:
         fail(f"the name {name!r} is reserved for a symbol, function or call option; choose another")
     return check_identifier(name)
 
@@ -488,8 +488,8 @@ def scalar(name: str, dtype: type = float) -> Scalar:
     """
     _check_name(name)
     if not isinstance(dtype, type) or dtype not in (int, float):
-        hint = f"; its value is given at each call, {name}={dtype!r}" if isinstance(dtype, (int, float)) else ""
-        fail(f"scalar {name!r}: expected dtype int or float, got {dtype!r}{hint}")
+        hint = f"; its value is given at each call, {name}={shown(dtype)}" if isinstance(dtype, (int, float)) else ""
+        fail(f"scalar {name!r}: expected dtype int or float, got {shown(dtype)}{hint}")
     return Scalar(name, "int" if dtype is int else "float", where=source_line())
 
 
@@ -505,9 +505,9 @@ def tensor(name: str, rank: int, dtype: type = float) -> TensorOperand:
     """
     _check_name(name)
     if not isinstance(dtype, type) or dtype not in (int, float, bool):
-        fail(f"tensor {name!r}: expected dtype float, int or bool, got {dtype!r}")
+        fail(f"tensor {name!r}: expected dtype float, int or bool, got {shown(dtype)}")
     if not is_int(rank, 0, 4):
         hint = "; the rank is the number of dimensions" if isinstance(rank, (tuple, list)) else ""
-        fail(f"tensor {name!r}: expected a rank from 0 to 4, got {rank!r}{hint}")
+        fail(f"tensor {name!r}: expected a rank from 0 to 4, got {shown(rank)}{hint}")
     kind: DType = "bool" if dtype is bool else "int" if dtype is int else "float"
     return TensorOperand(name, rank, kind, where=source_line())

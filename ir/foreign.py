@@ -129,7 +129,10 @@ def number_in(value: object) -> Number | None:
 
 def is_array(value: object) -> bool:
     """Whether it looks like a tensor of torch or an array of numpy."""
-    return isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype") and hasattr(value, "ndim")
+    try:
+        return isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype") and hasattr(value, "ndim")
+    except RuntimeError:  # of a strided nested tensor, which has no shape
+        return False
 
 
 def described(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from types import NoneType
 from typing import Literal
 
 from .errors import Problem, WeftError, shown
@@ -24,13 +25,13 @@ class Normalizer:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name.isidentifier()):
-            raise WeftError(f"Normalizer: expected name to be an identifier, got {self.name!r}")
-        if self.saves not in ("lse", "nothing"):
-            raise WeftError(f"Normalizer {self.name}: expected saves to be 'lse' or 'nothing', got {self.saves!r}")
-        if self.saves_lse != (self.weight is None):
+            raise WeftError(f"Normalizer: expected name to be an identifier, got {shown(self.name)}")
+        if not isinstance(self.saves, str) or self.saves not in ("lse", "nothing"):
+            raise WeftError(f"Normalizer {self.name}: expected saves to be 'lse' or 'nothing', got {shown(self.saves)}")
+        if not isinstance(self.weight, (str, NoneType)) or self.saves_lse != (self.weight is None):
             raise WeftError(
                 f"Normalizer {self.name}: expected weight=, an expression of `score`, where nothing is saved and there "
-                f"alone, got saves={self.saves!r} and weight={self.weight!r}"
+                f"alone, got saves={self.saves!r} and weight={shown(self.weight)}"
             )
 
     @property

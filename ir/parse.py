@@ -10,7 +10,7 @@ from typing import Union
 
 from .attention import Attention, Latent
 from .caller import outside_of_graphs
-from .errors import InternalError, Problem, WeftError
+from .errors import InternalError, Problem, WeftError, shown
 from .expr import (
     NO_TRUTH,
     PARENTHESES,
@@ -61,6 +61,7 @@ def parse(text: str, operands: Mapping[str, Declared] | None = None) -> Expr:
     """
     if not isinstance(text, str):
         raise WeftError(f"parse: expected text of the language, got {type(text).__name__}")
+    _check_operands(operands)
     try:
         with PARSING:
             tree = ast.parse(text.strip(), mode="eval").body
@@ -88,6 +89,21 @@ def parse_attention(text: str) -> Attention:
         raise WeftError(f"not a variant: {_start(text)} ({error})") from None
     except (RecursionError, MemoryError):
         raise WeftError(f"a variant that is too deep: {_start(text)}; {SMALLER}") from None
+
+
+def _check_operands(operands: object) -> None:
+    """Raise WeftError for what are no declared operands by name."""
+    how = 'pass {"window": weft.scalar("window", int)}'
+    if operands is not None and not isinstance(operands, Mapping):
+        problem = Problem(option="operands", expected="declared operands by name", got=shown(operands), next_step=how)
+        raise WeftError.of("parse", problem)
+    for name, operand in (operands or {}).items():
+        if not isinstance(name, str) or not isinstance(operand, (Scalar, TensorOperand)):
+            expected, got = (
+                "the name of a weft.scalar or weft.tensor, and what declares it",
+                f"{shown(name)}: {shown(operand)}",
+            )
+            raise WeftError.of("parse", Problem(option="operands", expected=expected, got=got, next_step=how))
 
 
 def _start(text: str) -> str:

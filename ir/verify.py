@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .errors import Problem, WeftError, collected
+from .errors import Problem, WeftError, collected, shown
 from .expr import SMALLER, Const, Expr, Load, Scalar, check_identifier, expression
 from .normalizer import normalizer_named, normalizers
 from .walk import extent, nodes, symbols
@@ -25,7 +25,8 @@ def verify(attention: Attention, where: str) -> None:
     """Raise WeftError listing every problem of the declaration, each with the line that wrote it."""
     problems = list(_size_problems(attention)) or list(dict.fromkeys(_problems(attention)))
     if problems:
-        raise collected(str(attention.name or "attention"), problems, where)
+        name = attention.name if isinstance(attention.name, str) else ""
+        raise collected(name or "attention", problems, where)
 
 
 def _size_problems(attention: Attention) -> Iterator[Problem]:
@@ -143,4 +144,4 @@ def _dropout_problems(dropout: object) -> Iterator[Problem]:
             yield _wrong("dropout", "a float scalar", f"{dropout.name}, an {dropout.dtype}", dropout)
     elif not isinstance(dropout, float) or not 0.0 <= dropout < 1.0:
         expected = "a number from 0 on and below 1, or weft.scalar(name, float)"
-        yield Problem(option="dropout", expected=expected, got=str(dropout))
+        yield Problem(option="dropout", expected=expected, got=shown(dropout))

@@ -22,6 +22,7 @@ from ..codegen.torch_private import are_plain, under_transform
 from ..compiler.planning.dtypes import EIGHTHS, dtype_named, named_by_torch
 from ..compiler.planning.signature import usual_out
 from ..ir.errors import Problem, collected, shown
+from ..ir.numbers import is_int
 from .options import READ_BY_KERNELS, CallOptions
 from .settings import checks_values
 
@@ -33,6 +34,11 @@ NAMES = tuple(OF.values())
 Per: TypeAlias = Literal["tensor", "head", 64, 128, "token"]  # what shares a descale
 ROWS: dict[Per, int] = {"tensor": OF_TENSOR, "head": OF_HEAD, 64: 64, 128: 128, "token": 1}  # of a descale
 Main = Mapping[str, Tensor | None]  # query, key and value
+
+
+def is_per(value: object) -> bool:
+    """Whether this says what shares a descale."""
+    return (isinstance(value, str) or is_int(value)) and value in ROWS
 
 
 def is_fp8(dtype: object) -> bool:

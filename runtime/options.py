@@ -25,6 +25,7 @@ from ..compiler.planning.schedule import Schedule
 from ..ir.errors import Problem, collected, shown
 
 Form = Literal["expanded", "absorbed"]
+_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Rule = Callable[[object], str | None]  # of a value: what is expected in place of it, where it is not sound
 
 
@@ -55,7 +56,7 @@ def _target(value: object) -> str | None:
 
 
 def _out_dtype(value: object) -> str | None:
-    if value is None or value in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+    if value is None or (isinstance(value, torch.dtype) and value in _OUT_DTYPES):
         return None
     return "torch.bfloat16, torch.float16, torch.float32 or None"
 
@@ -68,7 +69,8 @@ def _schedule(value: object) -> str | None:
 
 
 def _form(value: object) -> str | None:
-    return None if value in (None, "expanded", "absorbed") else "'expanded' or 'absorbed'"
+    is_form = value is None or (isinstance(value, str) and value in ("expanded", "absorbed"))
+    return None if is_form else "'expanded' or 'absorbed'"
 
 
 # fmt: off

@@ -30,7 +30,7 @@ from typing import Any, Never
 
 from ..codegen.targets import targets
 from ..codegen.torch_private import constant_while_tracing
-from ..ir.errors import WeftError
+from ..ir.errors import WeftError, shown
 
 PLAN, CACHE, IR, SOURCE = 1, 2, 3, 4
 DEFAULT_CACHE_SIZE = 256 * 10**6
@@ -54,9 +54,11 @@ class Settings:
         if self.target is not None:
             _known_target(self.target, "setting target (WEFT_TARGET)")
         if not isinstance(self.check, bool):
-            raise WeftError(f"setting check (WEFT_CHECK): expected True or False, got {self.check!r}")
+            raise WeftError(f"setting check (WEFT_CHECK): expected True or False, got {shown(self.check)}")
         if not isinstance(self.keep_tiles, bool):
-            raise WeftError(f"setting keep_tiles (WEFT_KEEP_TILES): expected True or False, got {self.keep_tiles!r}")
+            raise WeftError(
+                f"setting keep_tiles (WEFT_KEEP_TILES): expected True or False, got {shown(self.keep_tiles)}"
+            )
 
 
 # What os.environ looks names up in, which takes it an exception where there is none: longer than all checks of a call
@@ -128,7 +130,7 @@ def edited_dir() -> Path | None:
     """Where edited modules are; of the environment alone, since a process loads a module once."""
     folder = os.environ.get("WEFT_EDITED_DIR")
     if folder and not Path(folder).is_dir():
-        raise WeftError(f"WEFT_EDITED_DIR: expected a folder of edited modules, got {folder!r}")
+        raise WeftError(f"WEFT_EDITED_DIR: expected a folder of edited modules, got {shown(folder)}")
     return Path(folder) if folder else None
 
 
@@ -146,7 +148,7 @@ def size_of(text: str, setting: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", text.strip(), re.IGNORECASE | re.ASCII)
     if not match:
-        raise WeftError(f"{setting}: expected a size such as 200MB or 1GiB, got {text!r}")
+        raise WeftError(f"{setting}: expected a size such as 200MB or 1GiB, got {shown(text)}")
     power = " kmgt".index((match[2] or " ").lower())
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
@@ -165,7 +167,7 @@ def settings(
         names = ", ".join(Settings.__dataclass_fields__)
         raise WeftError(f"settings: {', '.join(unknown)}: unknown setting, expected some of {names}")
     if not isinstance(cache_dir, (str, os.PathLike, NoneType)) or cache_dir == "":
-        raise WeftError(f"setting cache_dir (WEFT_CACHE_DIR): expected a folder, got {cache_dir!r}")
+        raise WeftError(f"setting cache_dir (WEFT_CACHE_DIR): expected a folder, got {shown(cache_dir)}")
     given = {
         "debug": debug,
         "cache_dir": None if cache_dir is None else Path(cache_dir),
@@ -195,7 +197,7 @@ def trace(level: int, text: str) -> None:
 
 
 def _wrong_level(got: int | str) -> WeftError:
-    return WeftError(f"setting debug (WEFT_DEBUG): expected a whole number from 0 to {SOURCE}, got {got!r}")
+    return WeftError(f"setting debug (WEFT_DEBUG): expected a whole number from 0 to {SOURCE}, got {shown(got)}")
 
 
 @lru_cache(maxsize=16)
@@ -210,7 +212,7 @@ def _from_text(debug: str, cache_dir: str, target: str, check: str, keep: str) -
 @lru_cache(maxsize=16)
 def _flag(text: str, setting: str) -> bool:
     if text not in ("", "0", "1"):
-        raise WeftError(f"{setting}: expected 0 or 1, got {text!r}")
+        raise WeftError(f"{setting}: expected 0 or 1, got {shown(text)}")
     return text == "1"
 
 
@@ -218,11 +220,11 @@ def _flag(text: str, setting: str) -> bool:
 def _checked_target(name: str, setting: str) -> str:
     names = [target.name for target in targets()]
     if name not in names:
-        raise WeftError(f"{setting}: expected one of {', '.join(names)}, got {name!r}")
+        raise WeftError(f"{setting}: expected one of {', '.join(names)}, got {shown(name)}")
     return name
 
 
 def _known_target(name: object, setting: str) -> str:
     if not isinstance(name, str):
-        raise WeftError(f"{setting}: expected the name of a target, got {name!r}")
+        raise WeftError(f"{setting}: expected the name of a target, got {shown(name)}")
     return _checked_target(name, setting)

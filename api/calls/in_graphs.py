@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codegen.torch_private import is_surely_negative
 from ..ir.attention import Attention as Declaration
-from ..ir.errors import WeftError
+from ..ir.errors import WeftError, shown
 from ..runtime.call import SLOTS, Arguments, choices_text, float_tensor
 from ..runtime.check.sequences import checked
 from ..runtime.check.tensors import check_tensors
@@ -44,7 +44,7 @@ def traced(
         if own.counts_rows and is_surely_negative(before):
             say_of_first_key(attention.canonical.line)
     if isinstance(offset, (bool, float)):
-        raise WeftError(f"{attention.name}: q_offset: expected an int or an int32 tensor, got {offset!r}")
+        raise WeftError(f"{attention.name}: q_offset: expected an int or an int32 tensor, got {shown(offset)}")
     number, per_row = (None, offset) if isinstance(offset, Tensor) else (offset, None)
     if is_ragged:
         options = checked(str(attention.name), query, key, options.having(q_offset=offset))
@@ -72,7 +72,7 @@ def _by_kind(
         given = operands[name]
         if isinstance(given, bool) or (kind == "int" and isinstance(given, float)):
             raise WeftError(
-                f"{attention.name}: {name}: expected {'an int' if kind == 'int' else 'a ' + kind}, got {given!r}"
+                f"{attention.name}: {name}: expected {'an int' if kind == 'int' else 'a ' + kind}, got {shown(given)}"
             )
         if isinstance(given, Tensor) != (kind == "tensor") or given is None or isinstance(given, str):
             raise WeftError(f"{attention.name}: {name}: expected a {kind}, got {type(given).__name__}")

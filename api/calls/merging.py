@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..ir.errors import Problem, WeftError, collected
-from ..runtime.check.tensors import FLOATS
+from ..ir.errors import Problem, WeftError, collected, shown
+from ..runtime.check.tensors import FLOATS, form_problem, known_memory_problems
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -58,9 +58,14 @@ def far_lse_and_shares(lses: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([greatest, torch.where(seen, rest, 0.0)]), shares
 
 
+def _freed(n: int, part: Sequence[Tensor]) -> list[Problem]:
+    """Tensors of a part that have no memory."""
+    return [problem for t in part for problem in known_memory_problems({f"part {n}": t})]
+
+
 def _check(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
     if not isinstance(parts, (list, tuple)) or not parts:
-        raise WeftError(f"merge: expected a list of (out, lse), at least one, got {parts!r:.80}")
+        raise WeftError(f"merge: expected a list of (out, lse), at least one, got {shown(parts)}")
     problems: list[Problem] = []
     first: Tensor | None = None
     for n, part in enumerate(parts):
@@ -71,6 +76,9 @@ def _check(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
             problems.append(Problem(operand=f"part {n}", expected=expected, got=got))
             continue
         out, lse = part
+        if unread := [p for p in (form_problem(f"part {n}", t) for t in part) if p] or _freed(n, part):
+            problems += unread
+            continue
         first = out if first is None else first
         if out.shape[:-1] != lse.shape or out.dim() != 4:
             expected = "out [B, Hq, L, Dv] and lse [B, Hq, L]"

@@ -18,9 +18,10 @@ from ..attention import Attention
 from ..calls.dtensors import is_sharded
 from ..calls.internals import autocast
 from ..ir.attention import Latent
-from ..ir.errors import Problem, UnavailableError, WeftError, collected
+from ..ir.errors import Problem, UnavailableError, WeftError, collected, shown
 from ..kv import DenseCache, PagedCache
-from ..kv.cache import Cache, is_size
+from ..kv.cache import Cache
+from ..kv.given import is_size
 from ..kv.scales import Given, Scale
 from ..kv.share import Share
 from ..kv.step import Step
@@ -259,7 +260,7 @@ class _Sharded(Cache):
         if not dist.is_available() or not dist.is_initialized():
             raise UnavailableError(f"{name}: torch.distributed is not initialised; call init_process_group first")
         if agree not in (True, False, "steps"):
-            raise WeftError(f"{name}: agree: expected True, 'steps' or False, got {agree!r}")
+            raise WeftError(f"{name}: agree: expected True, 'steps' or False, got {shown(agree)}")
         if heads is None and sequence is None:
             raise WeftError(f"{name}: expected heads=, sequence= or both: the ranks that divide the one or the other")
         self.by_heads, self.by_sequence = _group(name, "heads", heads), _group(name, "sequence", sequence)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import fp8
-from ..ir.errors import UnavailableError, WeftError
+from ..ir.errors import UnavailableError, WeftError, shown
 from ..runtime.descales import FP8, is_fp8
 
 DESCALE = "_weft_descale"  # the attribute of a tensor that such a cache gives: its descales [B, H, T, 1]
@@ -29,7 +29,7 @@ def fp8_cache(config: Any, dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
     sliding window.
     """
     if not is_fp8(dtype):
-        raise WeftError(f"fp8_cache: dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got {dtype!r}")
+        raise WeftError(f"fp8_cache: dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got {shown(dtype)}")
     if not hasattr(config, "get_text_config"):
         raise WeftError(f"fp8_cache: config: expected the config of a model, model.config, got {type(config).__name__}")
     if getattr(config, "kv_lora_rank", None):

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from numbers import Integral
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -14,9 +13,12 @@ from torch import Tensor
 
 from ..calls.dtensors import is_sharded
 from ..ir.attention import Latent
-from ..ir.errors import WeftError, collected, counted
+from ..ir.errors import WeftError, collected, counted, shown
+from ..ir.numbers import is_int
+from ..runtime.check.tensors import form_problem, known_memory_problems
 from ..runtime.descales import FP8, OF_CACHE, is_fp8
 from .blocks import NO_SALT, Blocks, Start, start_of
+from .given import check_flag, checked_tokens, device_of, is_size, listed, token_ids
 from .scales import Given, Scale, scale_problems, scales_of
 from .share import ELSEWHERE, NOWHERE, WHOLE, Share
 from .step import Step, on_device
@@ -25,6 +27,7 @@ from .table import Table
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _DTYPES = (*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)
 _MOST = 2**30  # tokens of a sequence, and rows of a cache: as calls have it
+_MOST_NUMBERS = 2**45  # of all layers: no memory holds more
 _ON_HOST = -1  # in place of a block: the page was swapped out
 
 
@@ -89,21 +92,26 @@ class Cache:
             given |= {"kv_heads": kv_heads, "head_dim": head_dim}
             if value_dim is not None:
                 given["value_dim"] = value_dim
-        problems = [f"{n}: expected a positive int, got {v!r}" for n, v in given.items() if not is_size(v)]
+        problems = [f"{n}: expected a positive int, got {shown(v)}" for n, v in given.items() if not is_size(v)]
         if latent is not None:
             if not isinstance(latent, Latent):
-                problems.append(f"latent: expected weft.Latent(rank=..., rope=...), got {latent!r}")
+                problems.append(f"latent: expected weft.Latent(rank=..., rope=...), got {shown(latent)}")
             if not kv_heads is head_dim is value_dim is None:
                 problems.append("latent: a latent cache has one vector a token; leave kv_heads, head_dim and value_dim")
         sizes = layers, kv_heads if latent is None else 1
         problems += scale_problems(dtype, scale, descales, latent is None, sizes)
-        if rope_dtype is not None and (latent is None or not is_fp8(dtype) or rope_dtype not in _FLOATS):
+        is_rope_dtype = isinstance(rope_dtype, torch.dtype) and rope_dtype in _FLOATS
+        if rope_dtype is not None and not (latent is not None and is_fp8(dtype) and is_rope_dtype):
             expected = f"one of {', '.join(map(str, _FLOATS))} for a latent cache of FP8, and None for others"
-            problems.append(f"rope_dtype: expected {expected}, got {rope_dtype}")
-        if dtype not in _DTYPES:
-            problems.append(f"dtype: expected one of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
+            problems.append(f"rope_dtype: expected {expected}, got {shown(rope_dtype)}")
+        if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
+            problems.append(f"dtype: expected one of {', '.join(map(str, _DTYPES))}, got {shown(dtype)}")
         if not problems and blocks * page > _MOST:
             problems.append(f"expected at most 2**30 rows, got {counted(blocks, 'block')} of {page}")
+        if not problems:
+            widths = latent.rank + latent.rope if latent else kv_heads * (head_dim + (value_dim or head_dim))  # type: ignore[operator]
+            if layers * blocks * page * widths > _MOST_NUMBERS:
+                problems.append(f"expected at most 2**45 numbers, got {shown(layers * blocks * page * widths)}")
         if problems:
             raise collected(name, problems)
         if latent is not None:
@@ -111,7 +119,7 @@ class Cache:
         assert kv_heads is not None and head_dim is not None
         self.layers, self.kv_heads, self.head_dim, self.page = layers, kv_heads, head_dim, page
         self.value_dim = head_dim if value_dim is None else value_dim
-        self.latent, self.dtype, self.device = latent, dtype, _device(name, device)
+        self.latent, self.dtype, self.device = latent, dtype, device_of(name, device)
         shape = (blocks, kv_heads, self.rows)
         # zeros, so that rows which nobody wrote hold numbers; each pool by itself, so that compiled code sees no views
         apart = latent.rope if latent is not None and dtype in FP8 else 0  # rotary columns, which are no FP8
@@ -204,7 +212,7 @@ class Cache:
         return len(self._sequences)
 
     def __contains__(self, sequence: object) -> bool:
-        return sequence in self._sequences
+        return is_int(sequence) and sequence in self._sequences
 
     def length(self, sequence: int) -> int:
         """Committed tokens of a sequence."""
@@ -246,8 +254,8 @@ class Cache:
         """Keep the first `length` tokens of a sequence, as after drafts that were not accepted."""
         with self._lock:
             found = self._idle("truncate", sequence, resident=True)
-            if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= found.length:
-                raise WeftError(f"truncate: length: expected 0 to {found.length}, got {length!r}")
+            if not is_int(length, 0, found.length):
+                raise WeftError(f"truncate: length: expected 0 to {found.length}, got {shown(length)}")
             self._cut(found, length)
 
     def _cut(self, found: _Sequence, length: int) -> None:
@@ -270,12 +278,13 @@ class Cache:
         Until the step is committed or cancelled no other may change these sequences. Raises OutOfBlocksError, and
         WeftError for anything that does not fit; then nothing was changed.
         """
+        check_flag("extend", "packed", packed)
         if packed and not self._holds_pages:
             raise WeftError(f"extend: packed: {type(self).__name__} takes padded rows; a PagedCache takes packed ones")
         with self._lock:
             found = self._all("extend", sequences)
             new = self._checked_lengths(found, sequences, lengths)
-            ids = _checked_tokens(new, tokens)
+            ids = checked_tokens(new, tokens)
             rows = self._rows_of(found)
             copied, fresh = self._needs(found, new)
             self._blocks.check_free(len(copied) + sum(fresh), f"{type(self).__name__}.extend")
@@ -500,10 +509,10 @@ class Cache:
         return -(-length // self.page)
 
     def _known(self, method: str, sequence: int) -> _Sequence:
-        found = self._sequences.get(sequence) if isinstance(sequence, int) else None
+        found = self._sequences.get(sequence) if is_int(sequence) else None
         if found is None:
-            was = isinstance(sequence, int) and 0 <= sequence < self._next
-            got = f"sequence {sequence}, which was freed" if was else f"{sequence!r}, which allocate() never gave"
+            was = is_int(sequence, 0, self._next - 1)
+            got = f"sequence {sequence}, which was freed" if was else f"{shown(sequence)}, which allocate() never gave"
             raise WeftError(f"{method}: expected the id of a sequence of this cache, got {got}")
         return found
 
@@ -520,8 +529,8 @@ class Cache:
         return found
 
     def _all(self, method: str, sequences: Sequence[int]) -> list[_Sequence]:
-        if not isinstance(sequences, Collection):
-            raise WeftError(f"{method}: expected a list of the ids of sequences, got {sequences!r}")
+        if not isinstance(sequences, Collection) or isinstance(sequences, Tensor):
+            raise WeftError(f"{method}: expected a list of the ids of sequences, got {shown(sequences)}")
         found = [self._idle(method, s, resident=True) for s in sequences]
         if len(set(sequences)) != len(found):
             raise WeftError(f"{method}: two writers: expected each sequence once, got {list(sequences)}")
@@ -532,13 +541,10 @@ class Cache:
     def _checked_lengths(
         self, found: Sequence[_Sequence], sequences: Sequence[int], lengths: Sequence[int]
     ) -> list[int]:
-        if not isinstance(lengths, Iterable):
-            raise WeftError(f"extend: lengths: expected a list, rows of each sequence, got {lengths!r}")
-        new = list(lengths)
-        right = len(new) == len(found) and all(is_size(n) or (n == 0 and type(n) is int) for n in new)
-        if not right:
+        new = listed("extend: lengths", "a list, rows of each sequence", lengths)
+        if len(new) != len(found) or not all(is_int(n, least=0) for n in new):
             raise WeftError(
-                f"extend: lengths: expected {len(found)} ints from 0 on, rows of each sequence, got {new}; those on a "
+                f"extend: lengths: expected {len(found)} ints from 0 on, rows of each sequence, got {shown(new)}; those on a "
                 "device are not read"
             )
         for sequence, number, more in zip(found, sequences, new):
@@ -554,8 +560,8 @@ class Cache:
         return None
 
     def _checked_layer(self, method: str, layer: int) -> int:
-        if not isinstance(layer, int) or not 0 <= layer < self.layers:
-            raise WeftError(f"{method}: layer: expected 0 to {self.layers - 1}, got {layer!r}")
+        if not is_int(layer, 0, self.layers - 1):
+            raise WeftError(f"{method}: layer: expected 0 to {self.layers - 1}, got {shown(layer)}")
         return layer
 
     def _check_rows(self, batches: int, length: int, layer: int, key: Tensor, value: Tensor | None) -> None:
@@ -571,6 +577,8 @@ class Cache:
     def _problems(self, name: str, rows: Tensor | None, shape: tuple[int, ...]) -> list[str]:
         if not isinstance(rows, Tensor):
             return [f"{name}: expected a tensor {list(shape)}, got {type(rows).__name__}"]
+        if (problem := form_problem(name, rows)) is not None:
+            return [str(problem)]
         if is_sharded(rows):
             return [f"{name}: expected a plain tensor, got a DTensor; give each process a cache of its own heads, as "
                     "with module.shard(rank, ranks)"]  # fmt: skip
@@ -591,51 +599,7 @@ class Cache:
             problems.append(f"{name}: expected a contiguous last dimension; pass .contiguous()")
         if rows.requires_grad and torch.is_grad_enabled():
             problems.append(f"{name}: a cache keeps no gradients; call the model under torch.no_grad()")
-        return problems
-
-
-def is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _device(name: str, device: torch.device | str) -> torch.device:
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise WeftError(f"{name}: device: expected a device, got {device!r}") from error
-    if found.type != "cuda":
-        return found
-    if not torch.cuda.is_available():
-        raise WeftError(f"{name}: device: expected one that torch can use here, got {device!r}")
-    return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
-
-
-def token_ids(what: str, tokens: Iterable[int]) -> list[int]:
-    """Token ids as ints of Python."""
-    if isinstance(tokens, Tensor):
-        if not tokens.is_cpu:
-            raise WeftError(f"{what}: expected ids on the host, got a tensor on {tokens.device}")
-        tokens = tokens.tolist()
-    if not isinstance(tokens, Iterable):
-        raise WeftError(f"{what}: expected a list of ids, got {tokens!r}")
-    found = list(tokens)
-    if not all(isinstance(t, Integral) for t in found):  # numpy's ints too
-        raise WeftError(f"{what}: expected ints, got {found[:8]}")
-    return [int(t) for t in found]
-
-
-def _checked_tokens(
-    lengths: Sequence[int], tokens: Sequence[Sequence[int] | None] | None
-) -> list[Sequence[int] | None]:
-    if tokens is None:
-        return [None] * len(lengths)
-    if not isinstance(tokens, Iterable):
-        raise WeftError(f"extend: tokens: expected a list of ids for each sequence, got {tokens!r}")
-    found: list[Sequence[int] | None] = [None if t is None else token_ids("extend: tokens", t) for t in tokens]
-    got = [None if t is None else len(t) for t in found]
-    if len(got) != len(lengths) or any(g not in (None, n) for g, n in zip(got, lengths)):
-        raise WeftError(f"extend: tokens: expected the ids of {list(lengths)} new tokens, got {got}")
-    return found
+        return problems or [str(problem) for problem in known_memory_problems({name: rows})]
 
 
 def _ints(values: Sequence[int]) -> Tensor:

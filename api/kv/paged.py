@@ -7,10 +7,11 @@ from functools import partial
 import torch
 
 from ..ir.attention import Latent
-from ..ir.errors import WeftError, collected, counted
+from ..ir.errors import WeftError, collected, counted, shown
 from ..runtime.call import LARGEST_PAGE, is_page
 from ..runtime.descales import is_fp8
-from .cache import Cache, is_size
+from .cache import Cache
+from .given import is_size
 from .scales import Given, Scale
 from .step import Step
 
@@ -45,10 +46,10 @@ class PagedCache(Cache):
         v_descale: Given = None, rope_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         ranks = self.share.ranks
-        if not isinstance(page, int) or page % ranks or not is_page(page // ranks):
+        if not is_size(page) or page % ranks or not is_page(page // ranks):
             times = "" if ranks == 1 else f"{ranks} tokens times "
             raise WeftError(
-                f"{type(self).__name__}: page: expected {times}a power of two from 1 to {LARGEST_PAGE}, got {page!r}"
+                f"{type(self).__name__}: page: expected {times}a power of two from 1 to {LARGEST_PAGE}, got {shown(page)}"
             )
         if page == ranks and is_fp8(dtype) and scale != "head":
             raise WeftError(
@@ -67,7 +68,7 @@ class PagedCache(Cache):
         nothing, and nothing is written for it.
         """
         given = {"sequences": sequences, "length": length, "pages": pages}
-        problems = [f"{n}: expected a positive int, got {v!r}" for n, v in given.items() if not is_size(v)]
+        problems = [f"{n}: expected a positive int, got {shown(v)}" for n, v in given.items() if not is_size(v)]
         if problems:
             raise collected("fixed_step", problems)
         with torch.inference_mode(False):

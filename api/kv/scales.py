@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ir.errors import WeftError, shown
+from ..runtime.check.tensors import form_problem, known_memory_problems
 from ..runtime.descales import is_fp8
 from ..runtime.ops.append import append_quantized
 from ..runtime.ops.quantize import descale_of, largest
@@ -26,10 +27,10 @@ def scale_problems(
 ) -> list[str]:  # fmt: skip
     """What keeps a cache from having such descales. sizes: layers and Hkv."""
     problems, given = [], dict(zip(("k_descale", "v_descale"), descales))
-    if scale not in (None, "head", "token"):
-        problems.append(f"scale: expected 'head' or 'token', got {scale!r}")
+    if scale is not None and not (isinstance(scale, str) and scale in ("head", "token")):
+        problems.append(f"scale: expected 'head' or 'token', got {shown(scale)}")
     elif scale is not None and not is_fp8(dtype):
-        problems.append(f"scale: expected None, as dtype is {dtype}; torch.float8_e4m3fn has descales")
+        problems.append(f"scale: expected None, as dtype is {shown(dtype)}; torch.float8_e4m3fn has descales")
     for name, descale in given.items():
         if descale is None:
             continue
@@ -44,6 +45,8 @@ def scale_problems(
 
 def _given_problems(name: str, descale: object, sizes: tuple[object, object]) -> list[str]:
     """What keeps a value from being the descales of heads."""
+    if isinstance(descale, Tensor) and (problem := form_problem(name, descale)) is not None:
+        return [str(problem)]
     try:
         found = descale.detach() if isinstance(descale, Tensor) else torch.as_tensor(descale, device="cpu")
     except (OverflowError, TypeError, ValueError, RuntimeError):
@@ -52,9 +55,11 @@ def _given_problems(name: str, descale: object, sizes: tuple[object, object]) ->
     if not fits or found.is_complex() or found.dtype == torch.bool or found.is_meta:
         got = f"{list(found.shape)} on {found.device}" if isinstance(descale, Tensor) else shown(descale)
         return [f"{name}: expected a positive number, or {list(sizes)} of them, [layers, Hkv], got {got}"]
+    if problems := known_memory_problems({name: found}):
+        return [str(problem) for problem in problems]
     held = torch.as_tensor(descale, dtype=torch.float32, device=found.device)  # as kernels read it
     if not bool(((held > 0) & held.isfinite()).all()):
-        return [f"{name}: expected positive numbers that float32 holds, got {descale}"]
+        return [f"{name}: expected positive numbers that float32 holds, got {shown(descale)}"]
     return []
 
 

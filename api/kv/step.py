@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ..ir.errors import WeftError, counted
+from ..ir.errors import WeftError, counted, shown
 from ..runtime.descales import OF_CACHE
 from ..runtime.ops.append import append_rows
 
@@ -111,6 +111,7 @@ class Step:
 
         given: operands of the variant, and options of its call, such as return_lse.
         """
+        _check_variant(variant)
         value = self.values(layer) if self.cache.has_values else None
         return variant(query, self.keys(layer), value, **{**self.options_of(layer), **given})
 
@@ -147,7 +148,7 @@ class Step:
             or step.block_table is None
             or self.block_table is None
         ):
-            raise WeftError(f"fill: expected a fixed step and one of the same cache, got {self!r} and {step!r}")
+            raise WeftError(f"fill: expected a fixed step and one of the same cache, got {self!r} and {shown(step)}")
         if step.cu_seqlens_q is not None:
             raise WeftError("fill: expected a padded step, as a fixed one is, got a packed one")
         there = (*self.slots.shape, self.block_table.shape[1])
@@ -212,6 +213,13 @@ class Step:
             return f"Step(fixed; {list(self.slots.shape)} rows)"
         rows = ", ".join(f"{s}: {a} + {b - a}" for s, a, b in zip(self.sequences, self.starts, self.ends))
         return f"Step({self.state}; tokens of each sequence: {{{rows}}})"
+
+
+def _check_variant(variant: object) -> None:
+    """Raise WeftError for what has no reference, as variants have: `attend` takes it behind the layer."""
+    if not (callable(variant) and hasattr(variant, "reference")):
+        expected = "a weft.Attention behind the layer, step.attend(layer, variant, query)"
+        raise WeftError(f"attend: variant: expected {expected}, got {shown(variant)}")
 
 
 def on_device(parts: list[Tensor], device: torch.device) -> list[Tensor]:

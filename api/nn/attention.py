@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..attention import Attention as Variant
 from ..calls.dtensors import is_sharded, replicated
-from ..ir.errors import WeftError, collected, counted
+from ..ir.errors import WeftError, collected, counted, shown
 from ..ir.expr import Load, Symbol, symbol
 from ..ir.walk import children, symbols
 from ..kv import Step
@@ -50,7 +50,9 @@ class Attention(nn.Module):
         if not problems and head_dim is None and width % heads:
             problems.append(f"head_dim: missing; it is width / heads only where {heads} divides {width}")
         if not isinstance(qk_norm, bool) and not (isinstance(qk_norm, float) and qk_norm > 0):
-            problems.append(f"qk_norm: expected True, False or the eps of the norms, a positive float, got {qk_norm!r}")
+            problems.append(
+                f"qk_norm: expected True, False or the eps of the norms, a positive float, got {shown(qk_norm)}"
+            )
         problems += layer_problems(layer) + variant_problems(variant, latent=False)
         if not problems:
             head_dim = width // heads if head_dim is None else head_dim
@@ -159,7 +161,7 @@ class Attention(nn.Module):
 def positive(sizes: Mapping[str, object]) -> list[str]:
     """What of these is no positive int."""
     return [
-        f"{name}: expected a positive int, got {size!r}"
+        f"{name}: expected a positive int, got {shown(size)}"
         for name, size in sizes.items()
         if isinstance(size, bool) or not isinstance(size, int) or size < 1
     ]
@@ -168,12 +170,12 @@ def positive(sizes: Mapping[str, object]) -> list[str]:
 def layer_problems(layer: object) -> list[str]:
     if isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0:
         return []
-    return [f"layer: expected the number of a cache's layer, an int from 0 on, got {layer!r}"]
+    return [f"layer: expected the number of a cache's layer, an int from 0 on, got {shown(layer)}"]
 
 
 def variant_problems(variant: object, latent: bool) -> list[str]:
     if not isinstance(variant, Variant):
-        return [f"variant: expected a weft.Attention, got {variant!r}"]
+        return [f"variant: expected a weft.Attention, got {shown(variant)}"]
     if latent and variant.latent is None:
         return [f"variant: expected one with latent=, got {variant.name} without; nn.Attention takes it"]
     if not latent and variant.latent is not None:
@@ -183,7 +185,7 @@ def variant_problems(variant: object, latent: bool) -> list[str]:
 
 def rope_problems(rope: object, columns: int) -> list[str]:
     if not isinstance(rope, Rotary):
-        return [f"rope: expected a weft.nn.Rotary, got {rope!r}"]
+        return [f"rope: expected a weft.nn.Rotary, got {shown(rope)}"]
     return [f"rope: expected at most {counted(columns, 'column')}, got {rope.dim}"] if rope.dim > columns else []
 
 

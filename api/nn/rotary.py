@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..codegen.torch_private import unwatched
-from ..ir.errors import WeftError, collected
+from ..ir.errors import WeftError, collected, shown
 
 Rotation = tuple[Tensor, Tensor]  # cosine and sine of each position and pair of columns, [B or 1, 1, L, dim / 2]
 
@@ -103,12 +103,12 @@ class Rotary:
     def __post_init__(self) -> None:
         problems = []
         if not isinstance(self.dim, int) or self.dim < 2 or self.dim % 2:
-            problems.append(f"dim: expected an even int from 2 on, got {self.dim!r}")
+            problems.append(f"dim: expected an even int from 2 on, got {shown(self.dim)}")
         if not _is_number(self.base) or not self.base > 1:
-            problems.append(f"base: expected a number above 1, got {self.base!r}")
+            problems.append(f"base: expected a number above 1, got {shown(self.base)}")
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
             names = ", ".join(kind.__name__ for kind in Scaling.__args__)
-            problems.append(f"scaling: expected None or one of {names}, got {self.scaling!r}")
+            problems.append(f"scaling: expected None or one of {names}, got {shown(self.scaling)}")
         elif self.scaling is not None:
             problems += _scaling_problems(self.scaling)
         if isinstance(self.scaling, (NtkScaling, DynamicNtkScaling)) and self.dim == 2:
@@ -172,16 +172,16 @@ def _is_number(value: object) -> bool:
 def _scaling_problems(scaling: Scaling) -> list[str]:
     problems = []
     if not _is_number(scaling.factor) or not scaling.factor >= 1:
-        problems.append(f"scaling: factor: expected a number from 1 on, got {scaling.factor!r}")
+        problems.append(f"scaling: factor: expected a number from 1 on, got {shown(scaling.factor)}")
     if isinstance(scaling, (DynamicNtkScaling, YarnScaling, Llama3Scaling)):
         length = scaling.original_length
         if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-            problems.append(f"scaling: original_length: expected a positive int, got {length!r}")
+            problems.append(f"scaling: original_length: expected a positive int, got {shown(length)}")
     if isinstance(scaling, (YarnScaling, Llama3Scaling)):
         names = ("slow", "fast") if isinstance(scaling, YarnScaling) else ("low", "high")
         few, many = (getattr(scaling, name) for name in names)
         if not _is_number(few) or not _is_number(many) or not 0 < few < many:
-            problems.append(f"scaling: expected 0 < {names[0]} < {names[1]}, got {few!r} and {many!r}")
+            problems.append(f"scaling: expected 0 < {names[0]} < {names[1]}, got {shown(few)} and {shown(many)}")
     return problems
 
 

@@ -25,7 +25,7 @@ from ..compiler.planning.splits import longest_visits
 from ..compiler.planning.sum_times import sums_of
 from ..compiler.planning.target import PlannedCall, Target
 from ..ir.attention import Attention
-from ..ir.errors import WeftError, counted
+from ..ir.errors import WeftError, counted, shown
 from ..ir.walk import symbols
 from ..runtime.options import Form
 from . import parts
@@ -249,8 +249,8 @@ def source(
 ) -> str:  # fmt: skip
     from ..codegen.listing import generate_all  # lazy: imports sympy
 
-    if direction not in ("forward", "backward"):
-        raise WeftError(f"source: direction: expected 'forward' or 'backward', got {direction!r}")
+    if not isinstance(direction, str) or direction not in ("forward", "backward"):
+        raise WeftError(f"source: direction: expected 'forward' or 'backward', got {shown(direction)}")
     options = described(attention, operands, options)
     r = request_of(attention, operands, device, target, schedule, form, options)
     found = [r.forward, r.short] if direction == "forward" else [r.backward]

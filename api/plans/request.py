@@ -14,7 +14,7 @@ from ..calls import conversion
 from ..compiler.analysis.tiles.facts import facts_of
 from ..compiler.analysis.tiles.measured import Table
 from ..compiler.analysis.values.ranges import Ranges, check_integers
-from ..compiler.planning.dtypes import BF16, FP16
+from ..compiler.planning.dtypes import ALL, BF16, FP16
 from ..compiler.planning.latent_forms import cheaper_form
 from ..compiler.planning.machines import hardware
 from ..compiler.planning.records import Shape, stored_beside
@@ -48,6 +48,8 @@ from ..runtime.settings import default_target
 from . import parts
 from .stored import Stored, as_tensors, stored, stored_problems
 
+_NUMBERS = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim")  # of a Shape
+
 
 def shape(
     *, batch: int = 1, heads: int, kv_heads: int | None = None, q_len: int, kv_len: int | None = None,
@@ -65,15 +67,21 @@ def shape(
     given = {"batch": batch, "heads": heads, "kv_heads": own[0], "q_len": q_len, "kv_len": own[1], "head_dim": head_dim,
              "value_dim": made.value_dim}  # fmt: skip
     as_others = {"kv_heads": kv_heads, "kv_len": kv_len, "value_dim": value_dim}
-    problems = [
-        Problem(option=name, expected="a positive int", got=shown(value))
-        for name, value in given.items()
-        if not is_int(value, least=1) and as_others.get(name, value) is not None
-    ]
+    given = {n: value for n, value in given.items() if n not in as_others or as_others[n] is not None}
+    problems = number_problems(given)
     problems += stored_problems(dtype, kv_dtype, descale)
     if problems := problems or _heads_problems(made):
         raise collected("shape", problems)
     return stored(made, kv_dtype, descale)
+
+
+def number_problems(sizes: Mapping[str, object]) -> list[Problem]:
+    """Sizes that are none."""
+    return [
+        Problem(option=name, expected="a positive int", got=shown(value))
+        for name, value in sizes.items()
+        if not is_int(value, least=1)
+    ]
 
 
 def _shape_of(
@@ -114,7 +122,9 @@ def _shape_of(
 def _check_sizes(attention: Attention, sizes: Shape) -> None:
     """Raise WeftError for sizes that a call refuses."""
     latent = attention.latent
-    problems: list[Problem] = []
+    problems = number_problems({n: getattr(sizes, n) for n in _NUMBERS}) + _dtype_problems(sizes)
+    if problems:
+        raise collected(str(attention.name), [dataclasses.replace(problem, of="shape") for problem in problems])
     widths = {"head_dim": sizes.head_dim, "value_dim": sizes.value_dim}
     for name, width in widths.items() if latent is None else ():
         problems += width_problems(name, width, "")
@@ -126,6 +136,17 @@ def _check_sizes(attention: Attention, sizes: Shape) -> None:
     problems += _heads_problems(sizes)
     if problems:
         raise collected(str(attention.name), [dataclasses.replace(problem, of="shape") for problem in problems])
+
+
+def _dtype_problems(sizes: Shape) -> list[Problem]:
+    """Dtypes of a `weft.Shape` that are none."""
+    named = {"dtype": sizes.dtype}
+    named |= {n: d for n in ("q_dtype", "kv_dtype", "v_dtype") if (d := getattr(sizes, n)) is not None}
+    return [
+        Problem(option=name, expected=f"one of {', '.join(ALL)}", got=shown(dtype))
+        for name, dtype in named.items()
+        if not isinstance(dtype, str) or dtype not in ALL
+    ]
 
 
 def _heads_problems(sizes: Shape) -> list[Problem]:

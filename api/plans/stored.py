@@ -46,7 +46,7 @@ def stored_problems(dtype: object, kv_dtype: object | None, descale: object) -> 
     elif descale is not None and not given & EIGHTHS:
         how = "name kv_dtype='e4m3'"
         yield Problem(option="descale", expected="None, as nothing is FP8", got=shown(descale), next_step=how)
-    elif descale is not None and (isinstance(descale, (bool, Tensor)) or descale not in [*ROWS]):
+    elif descale is not None and not descales.is_per(descale):
         yield Problem(option="descale", expected="'tensor', 'head', 64, 128 or 'token'", got=shown(descale))
 
 

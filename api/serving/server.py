@@ -17,10 +17,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..ir.errors import InternalError, WeftError, counted
+from ..ir.errors import InternalError, WeftError, counted, shown
 from ..kv import OutOfBlocksError, PagedCache
 from ..kv.blocks import start_of
-from ..kv.cache import is_size, token_ids
+from ..kv.given import is_size, token_ids
 from ..kv.step import on_device
 from .graphed import Model
 
@@ -87,16 +87,16 @@ class Server:
         if not isinstance(cache, PagedCache):
             raise WeftError(f"Server: cache: expected a weft.kv.PagedCache, got {type(cache).__name__}")
         if not callable(model):
-            raise WeftError(f"Server: model: expected a function of (tokens, step, last), got {model!r}")
+            raise WeftError(f"Server: model: expected a function of (tokens, step, last), got {shown(model)}")
         if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 <= temperature < inf:
-            raise WeftError(f"Server: temperature: expected a number from 0 on, got {temperature!r}")
+            raise WeftError(f"Server: temperature: expected a number from 0 on, got {shown(temperature)}")
         for name, value in (("most", most), ("chunk", chunk)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise WeftError(f"Server: {name}: expected a positive int, got {value!r}")
+                raise WeftError(f"Server: {name}: expected a positive int, got {shown(value)}")
         if not isinstance(mixed, bool):
-            raise WeftError(f"Server: mixed: expected True or False, got {mixed!r}")
+            raise WeftError(f"Server: mixed: expected True or False, got {shown(mixed)}")
         if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:  # as torch takes them
-            raise WeftError(f"Server: seed: expected an int from -2**63 to 2**64 - 1, got {seed!r}")
+            raise WeftError(f"Server: seed: expected an int from -2**63 to 2**64 - 1, got {shown(seed)}")
         self.model, self.cache, self.most, self.chunk, self.temperature = model, cache, most, chunk, temperature
         self.mixed = mixed
         self.waiting: deque[Request] = deque()
@@ -115,7 +115,7 @@ class Server:
         tokens = tuple(token_ids("submit: prompt", prompt))
         if not tokens or not is_size(count):
             raise WeftError(
-                f"submit: expected a prompt and a count from 1 on, got {counted(len(tokens), 'token')}, {count!r}"
+                f"submit: expected a prompt and a count from 1 on, got {counted(len(tokens), 'token')}, {shown(count)}"
             )
         ends = frozenset(token_ids("submit: stop", stop))
         # the last token is drawn, and goes nowhere

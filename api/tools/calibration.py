@@ -22,7 +22,7 @@ from ..codegen import products
 from ..compiler.planning.dtypes import FP64, ON_GPUS
 from ..compiler.planning.machines import hardware
 from ..compiler.planning.machines.rates import WIDTH, Calibration, CpuRates, GpuRates, Library, ProductRate
-from ..ir.errors import WeftError
+from ..ir.errors import WeftError, shown
 from ..runtime.build import TORCH_DTYPES
 
 Step = Callable[[], object]
@@ -45,7 +45,7 @@ def calibrate(device: torch.device | str | None = None, seconds: float = SECONDS
     try:
         device = torch.device(device)
     except RuntimeError as error:
-        raise WeftError(f"device: expected cpu or cuda, got {device!r}") from error
+        raise WeftError(f"device: expected cpu or cuda, got {shown(device)}") from error
     if device.type not in ("cpu", "cuda"):
         raise WeftError(f"device: expected cpu or cuda, got {device}")
     if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):

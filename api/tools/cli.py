@@ -27,7 +27,7 @@ from ..compiler.planning.machines.rates import rates_in_words
 from ..compiler.planning.picture import SUFFIXES
 from ..compiler.planning.signature import class_of, in_words
 from ..compiler.planning.tuner import Outcome, Spread
-from ..ir.errors import WeftError, counted
+from ..ir.errors import WeftError, counted, shown
 from ..plans import describe
 from ..runtime import driver
 from ..runtime.check.tensors import MAX_HEAD_DIM
@@ -114,7 +114,7 @@ def main() -> None:
 def _ranks(ctx: click.Context, option: click.Parameter, text: str | None) -> int | tuple[int, int] | None:
     match = None if text is None else re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text)
     if text is not None and match is None:
-        raise WeftError(f"--mesh: expected N, or OUTERxINNER, got {text!r}")
+        raise WeftError(f"--mesh: expected N, or OUTERxINNER, got {shown(text)}")
     return None if match is None else int(match[1]) if match[2] is None else (int(match[1]), int(match[2]))
 
 
@@ -329,7 +329,7 @@ def build(
 def _range(ctx: click.Context, option: click.Parameter, text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
     if not match or int(match[2] or match[1]) < int(match[1]):
-        raise WeftError(f"--{str(option.name).replace('_', '-')}: expected N or LEAST:MOST, got {text!r}")
+        raise WeftError(f"--{str(option.name).replace('_', '-')}: expected N or LEAST:MOST, got {shown(text)}")
     return int(match[1]), int(match[2] or match[1])
 
 

@@ -24,7 +24,7 @@ from ..codegen.targets import targets
 from ..compiler.analysis.values.ranges import Ranges
 from ..compiler.planning.records import Shape
 from ..ir.attention import SEED
-from ..ir.errors import Problem, WeftError, listed
+from ..ir.errors import Problem, WeftError, listed, shown
 from ..ir.expr import Const, Expr, Number, Scalar, TensorOperand
 from ..ir.normalizer import SOFTMAX, normalizers
 from ..plans import request
@@ -265,14 +265,14 @@ def _operand_of(option: str, text: str) -> Scalar | TensorOperand:
 def _scalar_of(text: str) -> Scalar:
     match = re.fullmatch(r"(\w+):(int|float)", text)
     if not match:
-        raise WeftError(f"expected NAME:int or NAME:float, got {text!r}")
+        raise WeftError(f"expected NAME:int or NAME:float, got {shown(text)}")
     return scalar(match[1], _KINDS[match[2]])
 
 
 def _tensor_of(text: str) -> TensorOperand:
     match = re.fullmatch(r"(\w+):(\d+)(?::(int|float|bool))?", text)
     if not match:
-        raise WeftError(f"expected NAME:RANK or NAME:RANK:TYPE with type int, float or bool, got {text!r}")
+        raise WeftError(f"expected NAME:RANK or NAME:RANK:TYPE with type int, float or bool, got {shown(text)}")
     return tensor(match[1], int(match[2]), _KINDS[match[3] or "float"])
 
 
@@ -285,14 +285,14 @@ def _value_of(text: str) -> tuple[str, Number | str]:
             return name.strip(), kind(number)
         except ValueError:
             continue
-    raise WeftError(f"--set: expected NAME=NUMBER, or NAME={RANDOM} for a tensor, got {text!r}")
+    raise WeftError(f"--set: expected NAME=NUMBER, or NAME={RANDOM} for a tensor, got {shown(text)}")
 
 
 def declared_at(place: str) -> Attention:
     """The variant at `module:name` or `file.py:name`."""
     source, _, name = place.rpartition(":")
     if not source or not name:
-        raise WeftError(f"expected module:name or file.py:name, got {place!r}")
+        raise WeftError(f"expected module:name or file.py:name, got {shown(place)}")
     module = _file_module(Path(source)) if source.endswith(".py") else _named_module(source)
     found = getattr(module, name, None)
     if isinstance(found, Attention):

@@ -46,7 +46,7 @@ def show_mask(
         )
     if path is not None:
         if not isinstance(path, (str, Path)):
-            raise WeftError(f"{name}: path: expected the name of a picture such as 'mask.png', got {path!r}")
+            raise WeftError(f"{name}: path: expected the name of a picture such as 'mask.png', got {shown(path)}")
         picture.check_path(path)
     options = described(attention, {**options, "q_offset": q_offset}, None, None, ("q_offset",))
     q_offset = options.pop("q_offset")

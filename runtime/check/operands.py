@@ -284,7 +284,7 @@ def explain_failure(attention: Attention, call: Call, error: Exception) -> None:
     if isinstance(error, RecursionError):
         raise collected(name, [Problem(what="too deep to be compiled from here", next_step=SMALLER)]) from error
     if isinstance(error, (ArithmeticError, ValueError)) and numbers:
-        got = ", ".join(f"{n}={v!r}" for n, v in numbers.items())
+        got = ", ".join(f"{n}={shown(v)}" for n, v in numbers.items())
         what = f"the expressions have no value for {got} ({error})"
         how = "give other numbers, or guard them where they are written: weft.maximum(x, 1e-6)"
         about = next(iter(numbers))
