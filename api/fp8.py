@@ -15,7 +15,7 @@ from .calls.dtensors import is_sharded
 from .calls.nested import are_jagged
 from .ir.errors import WeftError, collected, shown
 from .runtime import descales
-from .runtime.check.tensors import form_problem
+from .runtime.check.tensors import form_problem, known_memory_problems
 from .runtime.descales import ROWS, Per
 from .runtime.ops import quantize as op
 
@@ -66,7 +66,7 @@ def quantize(
         problems.append(f"dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got {shown(dtype)}")
     if not isinstance(layout, str) or layout not in get_args(Layout):
         problems.append(f"layout: expected 'rows' or 'columns', got {shown(layout)}")
-    if problems:
+    if problems := problems or [str(problem) for problem in known_memory_problems({"x": x})]:
         raise collected("weft.fp8.quantize", problems)
     return Quantized(*op.quantize(x, ROWS[per], dtype, layout == "columns"))
 
@@ -78,6 +78,7 @@ def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tens
     if not isinstance(dtype, torch.dtype) or dtype not in _FROM:
         raise WeftError(f"dequantize: dtype: expected bf16, fp16, fp32 or fp64, got {shown(dtype)}")
     quantized = Quantized(*quantized)
+    _check_read("dequantize", {"data": quantized.data, "descale": quantized.descale})
     kinds = quantized.data.dtype, quantized.descale.dtype
     if kinds[0] not in descales.FP8 or kinds[1] != torch.float32:
         raise WeftError(f"dequantize: expected data of FP8 and a descale of float32, got {kinds[0]} and {kinds[1]}")
@@ -86,6 +87,13 @@ def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tens
         raise WeftError(f"dequantize: expected data [B, H, L, D] and a descale that broadcasts to its rows, got {got}")
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return descales.dequantized(quantized.data, quantized.descale, wide).to(dtype)
+
+
+def _check_read(function: str, named: dict[str, Tensor]) -> None:
+    """Raise WeftError for tensors that cannot be read: no dense ones, or without memory."""
+    forms = [problem for n, t in named.items() if (problem := form_problem(n, t)) is not None]
+    if problems := forms or known_memory_problems(named):
+        raise collected(function, problems)
 
 
 def rotate(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,6 +112,7 @@ def rotate(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
             raise WeftError(
                 f"rotate: {name}: expected a tensor of bf16, fp16, fp32 or fp64, got {got}; rotate, then quantise"
             )
+    _check_read("rotate", {"query": query, "key": key})
     if query.shape[-1:] != key.shape[-1:] or not query.dim() or not query.shape[-1]:
         shapes = f"{list(query.shape)} and {list(key.shape)}"
         raise WeftError(f"rotate: expected one width, of a column or more, got shapes {shapes}")

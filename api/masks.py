@@ -38,8 +38,8 @@ def _size(function: str, argument: str, value: Operand, least: int = 1) -> Opera
     """A number or an expression; a number below the least is refused here, what a call gives is checked there."""
     if isinstance(value, tuple):
         raise WeftError(
-            f"masks.{function}: {argument}: expected one number, got {shown(value)}; a window of (left, right) neighbours "
-            "is masks.sliding_window(left + 1, ahead=right + 1)"
+            f"masks.{function}: {argument}: expected one number, got {shown(value)}; a window of (left, right) "
+            "neighbours is masks.sliding_window(left + 1, ahead=right + 1)"
         )
     node = expression(value)
     if node.dtype == "bool":

@@ -18,7 +18,7 @@ from ..ir.numbers import is_int
 from ..runtime.check.tensors import form_problem, known_memory_problems
 from ..runtime.descales import FP8, OF_CACHE, is_fp8
 from .blocks import NO_SALT, Blocks, Start, start_of
-from .given import check_flag, checked_tokens, device_of, is_size, listed, token_ids
+from .given import MOST, check_flag, checked_tokens, device_of, listed, size_problems, token_ids
 from .scales import Given, Scale, scale_problems, scales_of
 from .share import ELSEWHERE, NOWHERE, WHOLE, Share
 from .step import Step, on_device
@@ -26,7 +26,6 @@ from .table import Table
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _DTYPES = (*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)
-_MOST = 2**30  # tokens of a sequence, and rows of a cache: as calls have it
 _MOST_NUMBERS = 2**45  # of all layers: no memory holds more
 _ON_HOST = -1  # in place of a block: the page was swapped out
 
@@ -92,7 +91,7 @@ class Cache:
             given |= {"kv_heads": kv_heads, "head_dim": head_dim}
             if value_dim is not None:
                 given["value_dim"] = value_dim
-        problems = [f"{n}: expected a positive int, got {shown(v)}" for n, v in given.items() if not is_size(v)]
+        problems = size_problems(given)
         if latent is not None:
             if not isinstance(latent, Latent):
                 problems.append(f"latent: expected weft.Latent(rank=..., rope=...), got {shown(latent)}")
@@ -106,7 +105,7 @@ class Cache:
             problems.append(f"rope_dtype: expected {expected}, got {shown(rope_dtype)}")
         if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
             problems.append(f"dtype: expected one of {', '.join(map(str, _DTYPES))}, got {shown(dtype)}")
-        if not problems and blocks * page > _MOST:
+        if not problems and blocks * page > MOST:
             problems.append(f"expected at most 2**30 rows, got {counted(blocks, 'block')} of {page}")
         if not problems:
             widths = latent.rank + latent.rope if latent else kv_heads * (head_dim + (value_dim or head_dim))  # type: ignore[operator]
@@ -323,7 +322,7 @@ class Cache:
         """
         found = self._all("append", sequences)
         keys, values = ([t] if isinstance(t, Tensor) else t for t in (key, value))
-        if not isinstance(keys, Collection) or not (values is None or isinstance(values, Collection)):
+        if not isinstance(keys, Sequence) or not (values is None or isinstance(values, Sequence)):
             got = f"{type(key).__name__} and {type(value).__name__}"
             raise WeftError(f"append: key: expected a tensor of each layer, and likewise value, got {got}")
         if any(hasattr(rows, "descale") for rows in (keys, values)):
@@ -332,8 +331,8 @@ class Cache:
         if len(keys) != self.layers or (values is not None and len(values) != self.layers):
             got = f"{len(keys)} and {0 if values is None else len(values)}"
             raise WeftError(f"append: expected key and value of each of {counted(self.layers, 'layer')}, got {got}")
-        if not isinstance(keys[0], Tensor):
-            raise WeftError(f"append: key: expected a tensor of each layer, got {type(keys[0]).__name__}")
+        if (problem := form_problem("key", keys[0])) is not None:
+            raise WeftError(f"append: {problem}")
         if lengths is None:
             new = [keys[0].shape[2] if keys[0].dim() == 4 else 0] * len(found)
         else:
@@ -544,15 +543,15 @@ class Cache:
         new = listed("extend: lengths", "a list, rows of each sequence", lengths)
         if len(new) != len(found) or not all(is_int(n, least=0) for n in new):
             raise WeftError(
-                f"extend: lengths: expected {len(found)} ints from 0 on, rows of each sequence, got {shown(new)}; those on a "
-                "device are not read"
+                f"extend: lengths: expected {len(found)} ints from 0 on, rows of each sequence, got {shown(new)}; "
+                "those on a device are not read"
             )
         for sequence, number, more in zip(found, sequences, new):
             self._check_length(number, sequence.length + more)
         return new
 
     def _check_length(self, number: int, length: int) -> None:
-        if length > _MOST:
+        if length > MOST:
             raise WeftError(f"extend: sequence {number}: expected at most 2**30 tokens, got {length}")
 
     def _rows_of(self, found: Sequence[_Sequence]) -> slice | None:

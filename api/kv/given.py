@@ -13,10 +13,17 @@ from ..ir.errors import WeftError, shown
 from ..ir.numbers import is_int
 from ..runtime.check.tensors import INTS, form_problem, known_memory_problems
 
+MOST = 2**30  # tokens of a sequence, rows of a cache or a step: as calls have it
+
 
 def is_size(value: object) -> TypeGuard[int]:
     """Whether this is a positive int."""
     return is_int(value, least=1)
+
+
+def size_problems(given: Mapping[str, object]) -> list[str]:
+    """Sizes of a cache, or of a step, that are none. given: by name."""
+    return [f"{n}: expected a positive int, got {shown(v)}" for n, v in given.items() if not is_size(v)]
 
 
 def check_flag(method: str, name: str, value: object) -> None:

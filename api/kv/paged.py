@@ -11,7 +11,7 @@ from ..ir.errors import WeftError, collected, counted, shown
 from ..runtime.call import LARGEST_PAGE, is_page
 from ..runtime.descales import is_fp8
 from .cache import Cache
-from .given import is_size
+from .given import MOST, is_size, size_problems
 from .scales import Given, Scale
 from .step import Step
 
@@ -49,7 +49,8 @@ class PagedCache(Cache):
         if not is_size(page) or page % ranks or not is_page(page // ranks):
             times = "" if ranks == 1 else f"{ranks} tokens times "
             raise WeftError(
-                f"{type(self).__name__}: page: expected {times}a power of two from 1 to {LARGEST_PAGE}, got {shown(page)}"
+                f"{type(self).__name__}: page: expected {times}a power of two from 1 to {LARGEST_PAGE}, got "
+                f"{shown(page)}"
             )
         if page == ranks and is_fp8(dtype) and scale != "head":
             raise WeftError(
@@ -68,7 +69,9 @@ class PagedCache(Cache):
         nothing, and nothing is written for it.
         """
         given = {"sequences": sequences, "length": length, "pages": pages}
-        problems = [f"{n}: expected a positive int, got {shown(v)}" for n, v in given.items() if not is_size(v)]
+        problems = size_problems(given)
+        if not problems and sequences * max(length, pages) > MOST:
+            problems = [f"expected at most 2**30 rows, and as many pages, got {given}"]
         if problems:
             raise collected("fixed_step", problems)
         with torch.inference_mode(False):

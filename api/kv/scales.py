@@ -34,7 +34,7 @@ def scale_problems(
     for name, descale in given.items():
         if descale is None:
             continue
-        if scale != "head":
+        if not isinstance(scale, str) or scale != "head":
             problems.append(f"{name}: expected None; descales that are given are those of scale='head'")
         elif name == "v_descale" and not has_values:
             problems.append("v_descale: expected None, as a latent cache has no values")

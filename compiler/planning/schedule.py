@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, get_args
 
-from ...ir.errors import WeftError
+from ...ir.errors import WeftError, shown
 from .form import Form, parse_form
 from .kernel import Algorithm
 
@@ -28,6 +28,11 @@ class Choice(NamedTuple):
         return f"{self.target}:{self.form}"
 
 
+def _is_choice(kernel: object, choice: object) -> bool:
+    is_pair = isinstance(choice, tuple) and len(choice) == 2
+    return isinstance(kernel, str) and is_pair and isinstance(choice[0], str) and isinstance(choice[1], Form)  # type: ignore[index]
+
+
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """An algorithm, and a target and a form for each kernel by name."""
@@ -36,6 +41,11 @@ class Schedule:
     kernels: Mapping[str, Choice]  # in order of execution
 
     def __post_init__(self) -> None:
+        if not isinstance(self.algorithm, str) or self.algorithm not in ALGORITHMS:
+            raise WeftError(f"Schedule: algorithm: expected {', '.join(ALGORITHMS)}, got {shown(self.algorithm)}")
+        if not isinstance(self.kernels, Mapping) or not all(_is_choice(*item) for item in self.kernels.items()):
+            expected = "a target and a form for each kernel, as a schedule that a plan shows has"
+            raise WeftError(f"Schedule: kernels: expected {expected}, got {shown(self.kernels)}")
         choices = {name: Choice(*choice) for name, choice in self.kernels.items()}
         object.__setattr__(self, "kernels", MappingProxyType(choices))
 

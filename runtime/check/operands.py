@@ -199,8 +199,9 @@ def seed_of(name: str, seed: object, device: torch.device) -> Tensor | None:
     if seed is None:
         return None
     if isinstance(seed, Tensor):
-        is_dense = form_problem("seed", seed) is None
-        if is_dense and seed.dtype == torch.int64 and seed.numel() == 1 and seed.device == device:
+        if (unread := form_problem("seed", seed)) is not None:
+            raise collected(name, [unread])
+        if seed.dtype == torch.int64 and seed.numel() == 1 and seed.device == device:
             if seed.is_cpu and (problems := known_memory_problems({"seed": seed})):
                 raise collected(name, problems)
             return seed.reshape(1)

@@ -25,19 +25,19 @@ from ..call import PackedPaged, Paged, Pages, Ragged, key_rows, length_options
 from ..pages import used_pages
 from ..settings import checks_values
 from .operands import LARGEST_OFFSET, overflow_problems
-from .tensors import form_problem, known_memory_problems, wrong
+from .tensors import INTS, form_problem, known_memory_problems, wrong
 
 _TRUSTED = 2**30  # ints read from a tensor are below it in size where ranges.py computes with them
 
 
 def known_offsets(offset: int | Tensor) -> Range | None:
     """The lowest and the highest q_offset of a call; None where they lie on a device and no check was asked for, where
-    torch.func maps over them, and where they are complex, which is refused with what else is wrong."""
+    torch.func maps over them, and where they are no ints, which is refused with what else is wrong."""
     if not isinstance(offset, Tensor):
         return offset, offset
     if not (offset.is_cpu or checks_values()) or under_transform():
         return None
-    if offset.is_complex():
+    if offset.dtype not in INTS:
         return None
     if offset.numel() == 0:
         return 0, 0
