@@ -41,6 +41,7 @@ from .runtime.check.operands import (
     as_number,
     by_position,
     check_dropout,
+    check_memory,
     check_no_latent,
     check_operands,
     explain_failure,
@@ -130,6 +131,7 @@ class Attention(Methods, Declaration):
         if not self._internals.drops:
             return dict(operands)
         check_dropout(self, operands)
+        check_memory(self, query)
         return {**operands, SEED.name: drawn_seed(device) if given is None else given}
 
     def _check_lse(self) -> None:
@@ -302,7 +304,8 @@ class Attention(Methods, Declaration):
         in_region.refuse(self, "reference")
         own = given.keys() & call_options.OPTIONS.keys()
         if undefined := own - DEFINED:
-            check_operands(self, {n: given[n] for n in given if n in undefined or n not in own}, query.device)
+            device = query.device if isinstance(query, Tensor) else None
+            check_operands(self, {n: given[n] for n in given if n in undefined or n not in own}, device)
         options, operands = call_options.read(str(self.name), given)
         if options.return_lse:
             self._check_lse()

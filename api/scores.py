@@ -10,6 +10,7 @@ from math import inf
 from typing import TYPE_CHECKING, NoReturn
 
 from .buckets import bucket
+from .ir.attention import Attention
 from .ir.errors import WeftError, shown
 from .ir.expr import Const, Expr, Node, Operand, TensorOperand, expression, symbol
 from .ir.foreign import number_in
@@ -189,7 +190,7 @@ def compose(*parts: Score) -> Score:
     """
 
     for part in parts:
-        if isinstance(part, Node) or not callable(part):
+        if isinstance(part, (Node, Attention, type)) or not callable(part):
             raise WeftError(f"scores.compose: expected scores such as scores.softcap(30.0), got {shown(part)}")
 
     def composed(score: Operand) -> Expr:

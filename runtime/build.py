@@ -11,11 +11,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,11 +26,12 @@ from ..compiler.planning.machines import hardware
 from ..compiler.planning.signature import Described, Direction, Widths, signature_of
 from ..compiler.planning.sources import kind_named
 from ..ir.attention import Attention
-from ..ir.errors import UnavailableError, WeftError, counted
+from ..ir.errors import Problem, UnavailableError, WeftError, counted, shown
 from ..ir.expr import TensorOperand
+from ..ir.numbers import is_int
 from ..ir.parse import parse_attention
 from . import driver
-from .call import LARGEST_PAGE, Call, Choices, Dense, Lengths, Operand, Packed, PackedPaged, Paged, Sequences
+from .call import LARGEST_PAGE, Call, Choices, Dense, Lengths, Operand, Packed, PackedPaged, Paged, Sequences, is_page
 from .run.key import boxed_of, offset_kind
 from .run.variant import Variant, variant_of
 
@@ -90,14 +91,17 @@ def jobs_of(
     and for latent attention.
     """
     hardware.by_name(device)
-    unknown = [d for d in dtypes if d not in TORCH_DTYPES]
-    if unknown:
-        raise WeftError(f"build: dtype: expected some of {', '.join(TORCH_DTYPES)}, got {', '.join(unknown)}")
+    given: dict[str, object] = {
+        "variants": attentions, "head_dims": head_dims, "dtypes": dtypes, "directions": directions,
+        "sequences": sequences, "decode": decode,
+    }  # fmt: skip
+    if problems := [p for name, values in given.items() for p in _list_problems(name, values)]:
+        raise WeftError.of("build", *problems)
     latent = [str(a.name) for a in attentions if a.latent is not None]
     if latent:
         raise WeftError(f"build: latent attention is not built ahead yet, got {', '.join(latent)}")
-    if page < 1 or page & (page - 1) or page > LARGEST_PAGE:
-        raise WeftError(f"build: page: expected a power of two from 1 to {LARGEST_PAGE}, got {page}")
+    if not is_int(page) or not is_page(page):
+        raise WeftError(f"build: page: expected a power of two from 1 to {LARGEST_PAGE}, got {shown(page)}")
     attentions = [each for a in attentions for each in ((a, a.replace(dropout=0.0)) if a.canonical.drops else (a,))]
     kinds = [(d, k, 0) for k in sequences for d in directions if d == "forward" or not kind_named(k).keys.pooled]
     kinds += [("forward", k, group) for k in sequences if not kind_named(k).keys.packed for group in decode]
@@ -105,6 +109,28 @@ def jobs_of(
         Job(a.canonical.text, direction, dtype, width, width, device, target, schedule, kind, page, group)
         for a in attentions for dtype in dtypes for width in head_dims for direction, kind, group in kinds
     ]  # fmt: skip
+
+
+# Of each list that `build` takes: what an entry is, in words and as a predicate.
+_ENTRIES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "variants": ("weft.Attention", lambda a: isinstance(a, Attention)),
+    "head_dims": ("positive ints", lambda n: is_int(n, least=1)),
+    "dtypes": (f"some of {', '.join(TORCH_DTYPES)}", lambda d: isinstance(d, str) and d in TORCH_DTYPES),
+    "directions": ("forward or backward", lambda d: isinstance(d, str) and d in ("forward", "backward")),
+    "sequences": ("names of how rows lie, such as dense", lambda k: isinstance(k, str)),
+    "decode": ("positive ints, query heads a key head", lambda n: is_int(n, least=1)),
+}
+
+
+def _list_problems(name: str, values: object) -> Iterator[Problem]:
+    """What keeps this from being the list of that name."""
+    expected, is_right = _ENTRIES[name]
+    if not isinstance(values, (tuple, list)):
+        yield Problem(option=name, expected=f"a list of {expected}", got=shown(values))
+    else:
+        wrong = [value for value in values if not is_right(value)]
+        if wrong:
+            yield Problem(option=name, expected=expected, got=", ".join(map(shown, wrong[:8])))
 
 
 def build(jobs: Sequence[Job], processes: int | None = None) -> Iterator[Built]:

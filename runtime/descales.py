@@ -171,7 +171,11 @@ def unseen_problems(read: Mapping[str, Tensor]) -> list[Problem]:
 
 def _said(descale: object) -> str:
     """A descale in a message: a tensor by its shape."""
-    return f"a tensor of shape {list(descale.shape)}" if isinstance(descale, Tensor) else shown(descale)
+    return (
+        f"a tensor of shape {list(descale.shape)}"
+        if isinstance(descale, Tensor) and not descale.is_nested
+        else shown(descale)
+    )
 
 
 def fits(operand: str, tensor: Tensor, descale: Tensor, pooled: bool) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from ..attention import Attention as Variant
 from ..calls.dtensors import is_sharded, replicated
 from ..ir.errors import WeftError, collected, counted, shown
 from ..ir.expr import Load, Symbol, symbol
+from ..ir.numbers import is_int
 from ..ir.walk import children, symbols
 from ..kv import Step
 from ..runtime.check.tensors import MAX_HEAD_DIM
@@ -53,6 +54,7 @@ class Attention(nn.Module):
             problems.append(
                 f"qk_norm: expected True, False or the eps of the norms, a positive float, got {shown(qk_norm)}"
             )
+        problems += making_problems(device, dtype, bias=bias, out_bias=out_bias)
         problems += layer_problems(layer) + variant_problems(variant, latent=False)
         if not problems:
             head_dim = width // heads if head_dim is None else head_dim
@@ -159,16 +161,30 @@ class Attention(nn.Module):
 
 # -- what modules have in common ---------------------------------------------------------------------------------------
 def positive(sizes: Mapping[str, object]) -> list[str]:
-    """What of these is no positive int."""
+    """What of these is no positive int, or more than a dimension of a tensor."""
+    most = 2**31 - 1
     return [
-        f"{name}: expected a positive int, got {shown(size)}"
+        f"{name}: expected a positive int{' below 2**31' * (is_int(size) and size > most)}, got {shown(size)}"
         for name, size in sizes.items()
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1
+        if not is_int(size, 1, most)
     ]
 
 
+def making_problems(device: object, dtype: object, **flags: object) -> list[str]:
+    """What weights cannot be made with. flags: what is True or False, by name."""
+    unclear = {n: flag for n, flag in flags.items() if not isinstance(flag, bool)}
+    problems = [f"{n}: expected True or False, got {shown(flag)}" for n, flag in unclear.items()]
+    try:
+        torch.device("cpu" if device is None else device)  # type: ignore[arg-type]
+    except (RuntimeError, TypeError, ValueError):
+        problems.append(f"device: expected a device such as 'cuda', or None, got {shown(device)}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        problems.append(f"dtype: expected one of floats such as torch.bfloat16, or None, got {shown(dtype)}")
+    return problems
+
+
 def layer_problems(layer: object) -> list[str]:
-    if isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0:
+    if is_int(layer, least=0):
         return []
     return [f"layer: expected the number of a cache's layer, an int from 0 on, got {shown(layer)}"]
 
@@ -212,15 +228,30 @@ def check_rotation(name: str, rotation: Rotation, x: Tensor, rope: Rotary) -> No
     """Raise where it is not that of the rows of x: torch would take that of one row for all of them."""
     batch, length, _ = x.shape
     rows = (1, length, rope.dim // 2)
-    if len(rotation) == 2 and all(
-        isinstance(t, Tensor) and t.dim() == 4 and t.shape[1:] == rows and t.shape[0] in (1, batch) for t in rotation
+    if (
+        isinstance(rotation, (tuple, list))
+        and len(rotation) == 2
+        and all(
+            isinstance(t, Tensor)
+            and not t.is_nested
+            and t.dim() == 4
+            and t.shape[1:] == rows
+            and t.shape[0] in (1, batch)
+            for t in rotation
+        )
     ):
         return
-    got = " and ".join(str(list(t.shape)) if isinstance(t, Tensor) else repr(t) for t in rotation)
+    pair = rotation if isinstance(rotation, (tuple, list)) else (rotation,)
+    got = " and ".join(str(list(t.shape)) if is_dense(t) else shown(t) for t in pair)
     raise WeftError(
         f"{name}: positions, rotation: expected positions [{length}] or [{batch}, {length}], of each row of x, or the "
         f"rotation of these by {rope}, {[batch, *rows]}, got a rotation {got}"
     )
+
+
+def is_dense(x: object) -> TypeGuard[Tensor]:
+    """Whether this is a tensor with sizes: nested ones have none."""
+    return isinstance(x, Tensor) and not x.is_nested
 
 
 def normed(norm: nn.RMSNorm, rows: Tensor) -> Tensor:
@@ -236,8 +267,8 @@ def normed(norm: nn.RMSNorm, rows: Tensor) -> Tensor:
 
 def check_rows(name: str, x: Tensor, width: int) -> None:
     """Raise for what is no x [B, L, width]."""
-    if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != width:
-        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+    if not is_dense(x) or x.dim() != 3 or x.shape[2] != width:
+        got = list(x.shape) if is_dense(x) else "a nested tensor" if isinstance(x, Tensor) else type(x).__name__
         raise WeftError(f"{name}: x: expected [batch, length, {width}], got {got}")
 
 
@@ -246,7 +277,7 @@ def options_of(x: Tensor, cache: Step | None, options: dict[str, Any]) -> dict[s
 
     Of the lengths of queries and keys one alone stands for both: without a cache they are the same rows.
     """
-    if options.get("return_lse"):
+    if options.get("return_lse", False) is not False:
         raise WeftError("nn: return_lse: a module gives its output alone; call its variant to have the log-sum-exp")
     if cache is not None:
         check_cache(cache, x.shape[0], x.shape[1], options)
@@ -275,9 +306,10 @@ def check_cache(cache: Step, batch: int, length: int, options: Mapping[str, Any]
 
 def check_shard(name: str, variant: Variant, heads: int, rank: int, ranks: int) -> None:
     """Raise for a part that cannot be computed by itself."""
-    if not isinstance(ranks, int) or ranks < 1 or heads % ranks or not isinstance(rank, int) or not 0 <= rank < ranks:
+    if not is_int(ranks, least=1) or heads % ranks or not is_int(rank, 0, ranks - 1):
         raise WeftError(
-            f"{name}.shard: expected ranks that divide {counted(heads, 'head')} and a rank below, got {rank} of {ranks}"
+            f"{name}.shard: expected ranks that divide {counted(heads, 'head')} and a rank below, got "
+            f"{shown(rank)} of {shown(ranks)}"
         )
     if ranks > 1 and any(_computes_with_heads(e) for e in variant.canonical.expressions):
         raise WeftError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from ..attention import Attention as Variant
 from ..calls.dtensors import is_sharded
 from ..ir.attention import Latent
-from ..ir.errors import WeftError, collected
+from ..ir.errors import WeftError, collected, shown
 from ..ir.expr import symbol
+from ..ir.numbers import is_number
 from ..kv import Step
 from .attention import (
     assigned,
@@ -19,6 +21,7 @@ from .attention import (
     check_rows,
     check_shard,
     layer_problems,
+    making_problems,
     normed,
     options_of,
     positive,
@@ -55,9 +58,14 @@ class LatentAttention(nn.Module):
         sizes = {"width": width, "heads": heads, "kv_lora": kv_lora, "nope": nope, "rope_dim": rope_dim,
                  "value_dim": value_dim}  # fmt: skip
         problems = positive(sizes if q_lora is None else {**sizes, "q_lora": q_lora}) + layer_problems(layer)
+        problems += making_problems(device, dtype)
+        if not is_number(eps) or not 0 <= eps < inf:
+            problems.append(f"eps: expected a number from 0 on, got {shown(eps)}")
         if not problems:
             rope = Rotary(rope_dim, interleaved=True) if rope is None else rope
             problems += rope_problems(rope, rope_dim)
+        if not problems:
+            assert rope is not None
             variant = _causal(kv_lora, nope, rope_dim, rope) if variant is None else variant
             problems += variant_problems(variant, latent=True)
         if not problems and variant is not None and variant.latent != Latent(kv_lora, rope_dim):

@@ -12,8 +12,12 @@ from torch import Tensor
 
 from ..codegen.torch_private import unwatched
 from ..ir.errors import WeftError, collected, shown
+from ..ir.numbers import is_int, is_number
+from ..runtime.check.tensors import INTS, form_problem
 
 Rotation = tuple[Tensor, Tensor]  # cosine and sine of each position and pair of columns, [B or 1, 1, L, dim / 2]
+
+_MOST_COLUMNS = 2**16
 
 
 @dataclass(frozen=True)
@@ -102,10 +106,12 @@ class Rotary:
 
     def __post_init__(self) -> None:
         problems = []
-        if not isinstance(self.dim, int) or self.dim < 2 or self.dim % 2:
-            problems.append(f"dim: expected an even int from 2 on, got {shown(self.dim)}")
-        if not _is_number(self.base) or not self.base > 1:
+        if not is_int(self.dim, 2, _MOST_COLUMNS) or self.dim % 2:
+            problems.append(f"dim: expected an even int from 2 to {_MOST_COLUMNS}, got {shown(self.dim)}")
+        if not is_number(self.base) or not 1 < self.base < math.inf:
             problems.append(f"base: expected a number above 1, got {shown(self.base)}")
+        if not isinstance(self.interleaved, bool):
+            problems.append(f"interleaved: expected True or False, got {shown(self.interleaved)}")
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
             names = ", ".join(kind.__name__ for kind in Scaling.__args__)
             problems.append(f"scaling: expected None or one of {names}, got {shown(self.scaling)}")
@@ -122,8 +128,8 @@ class Rotary:
 
         lengths: tokens of each sequence, an int or a tensor [B], which DynamicNtkScaling needs.
         """
-        if not isinstance(positions, Tensor) or positions.dim() not in (1, 2):
-            got = list(positions.shape) if isinstance(positions, Tensor) else repr(positions)
+        if not isinstance(positions, Tensor) or positions.is_nested or positions.dim() not in (1, 2):
+            got = shown(positions)
             raise WeftError(f"Rotary: positions: expected a tensor [B, L] or [L], got {got}")
         frequencies = _on(self.frequencies, positions.device)
         angles = positions.to(torch.float32)[..., None] * frequencies
@@ -137,8 +143,9 @@ class Rotary:
         """What frequencies are multiplied by, [pairs] or [B, 1, pairs]: base ** (-2 i / dim) with a larger base."""
         if lengths is None:
             raise WeftError("Rotary: lengths: missing; DynamicNtkScaling depends on the tokens of a sequence")
+        _check_lengths(lengths)
         powers = _on(tuple(-2 * i / (self.dim - 2) for i in range(self.dim // 2)), positions.device)
-        factor = scaling.factor
+        factor = float(scaling.factor)
         if isinstance(lengths, Tensor):
             if lengths.shape[0] != 1 and positions.dim() > 1 and lengths.shape[0] != positions.shape[0]:
                 raise WeftError(
@@ -151,8 +158,29 @@ class Rotary:
         stretch = (factor * length / scaling.original_length - (factor - 1)).clamp(min=1.0)
         return stretch.to(torch.float32) ** powers
 
+    def _check_rotated(self, x: Tensor, rotation: Rotation) -> None:
+        """Raise WeftError for what are no rows [B, H, L, D], or no cosine and sine of these."""
+        if (problem := form_problem("x", x)) is not None:
+            raise WeftError(f"Rotary: rotate: {problem}")
+        if x.dim() != 4 or x.shape[3] < self.dim:
+            expected = f"a tensor [B, H, L, D] with {self.dim} columns or more"
+            raise WeftError(f"Rotary: rotate: x: expected {expected}, got {list(x.shape)}")
+        pair = rotation if isinstance(rotation, (tuple, list)) else ()
+        if len(pair) != 2 or not all(self._turns(t, x) for t in pair):
+            expected = f"cosine and sine of the rows of x {list(x.shape)}, as rope(positions) gives them"
+            raise WeftError(f"Rotary: rotate: rotation: expected {expected}, got {shown(rotation)}")
+
+    def _turns(self, t: object, x: Tensor) -> bool:
+        """Whether this is the cosine or the sine of rows of x."""
+        if not isinstance(t, Tensor) or form_problem("rotation", t) is not None or not t.is_floating_point():
+            return False
+        sizes = (x.shape[0], x.shape[1], x.shape[2])
+        fits = t.dim() == 4 and t.shape[3] == self.dim // 2 and all(n in (1, m) for n, m in zip(t.shape, sizes))
+        return fits and t.device == x.device
+
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """x [B, H, L, D] with its first `dim` columns turned, computed in float32."""
+        self._check_rotated(x, rotation)
         cos, sin = rotation
         turned = x[..., : self.dim].to(torch.float32)
         if self.interleaved:
@@ -165,22 +193,33 @@ class Rotary:
         return pairs if x.shape[-1] == self.dim else torch.cat([pairs, x[..., self.dim :]], dim=-1)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _check_lengths(lengths: object) -> None:
+    """Raise WeftError for what are no tokens of sequences."""
+    if isinstance(lengths, Tensor):
+        problem = form_problem("lengths", lengths)
+        if problem is None and lengths.dim() == 1 and lengths.dtype in INTS:
+            return
+    elif isinstance(lengths, torch.SymInt) or is_int(lengths, 0, 2**31 - 1):
+        return
+    raise WeftError(f"Rotary: lengths: expected an int, or a tensor [B] of ints, got {shown(lengths)}")
 
 
 def _scaling_problems(scaling: Scaling) -> list[str]:
     problems = []
-    if not _is_number(scaling.factor) or not scaling.factor >= 1:
+    if not is_number(scaling.factor) or not 1 <= scaling.factor < math.inf:
         problems.append(f"scaling: factor: expected a number from 1 on, got {shown(scaling.factor)}")
     if isinstance(scaling, (DynamicNtkScaling, YarnScaling, Llama3Scaling)):
         length = scaling.original_length
-        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-            problems.append(f"scaling: original_length: expected a positive int, got {shown(length)}")
+        if not is_int(length, 1, 2**30):
+            problems.append(f"scaling: original_length: expected a positive int up to 2**30, got {shown(length)}")
+    for name in ("mscale", "mscale_all_dim") if isinstance(scaling, YarnScaling) else ():
+        value = getattr(scaling, name)
+        if value is not None and not (is_number(value) and 0 <= value < math.inf):
+            problems.append(f"scaling: {name}: expected a number from 0 on, or None, got {shown(value)}")
     if isinstance(scaling, (YarnScaling, Llama3Scaling)):
         names = ("slow", "fast") if isinstance(scaling, YarnScaling) else ("low", "high")
         few, many = (getattr(scaling, name) for name in names)
-        if not _is_number(few) or not _is_number(many) or not 0 < few < many:
+        if not is_number(few) or not is_number(many) or not 0 < few < many < math.inf:
             problems.append(f"scaling: expected 0 < {names[0]} < {names[1]}, got {shown(few)} and {shown(many)}")
     return problems
 

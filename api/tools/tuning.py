@@ -19,11 +19,11 @@ from ..compiler.planning.form import Form
 from ..compiler.planning.kernel import Algorithm
 from ..compiler.planning.machines import hardware
 from ..compiler.planning.records import Shape
-from ..compiler.planning.schedule import Schedule
+from ..compiler.planning.schedule import ALGORITHMS, Schedule
 from ..compiler.planning.signature import Direction, class_of
 from ..compiler.planning.tuner import Clock, Tuned, search
 from ..ir.attention import SEED
-from ..ir.errors import Problem, WeftError, collected
+from ..ir.errors import Problem, WeftError, collected, shown
 from ..plans import describe
 from ..plans.request import Request, ranges_of, request_of
 from ..plans.stored import Stored
@@ -50,6 +50,7 @@ def tune(
     gradients that a call can want. What is found serves calls of about these lengths (`class_of`).
     Raises WeftError for latent attention, whose operands cannot be made up from a shape.
     """
+    _check_asked(attention, shape, algorithm, progress)
     name = str(attention.name)
     if attention.latent is not None:
         raise WeftError(f"{name}: tune: expected a variant without latent attention")
@@ -68,6 +69,18 @@ def tune(
         forward.tried + backward.tried, {**forward.failed, **backward.failed},
         {**forward.outcomes, **backward.outcomes},
     )  # fmt: skip
+
+
+def _check_asked(attention: object, shape: object, algorithm: object, progress: object) -> None:
+    """Raise WeftError for what is no variant, no shape, no algorithm or no flag."""
+    for name, value, expected, is_right in (
+        ("attention", attention, "a weft.Attention", isinstance(attention, Attention)),
+        ("shape", shape, "weft.shape(heads=..., q_len=..., head_dim=...)", isinstance(shape, Shape)),
+        ("algorithm", algorithm, f"one of {', '.join(ALGORITHMS)}", isinstance(algorithm, str)),
+        ("progress", progress, "True or False", isinstance(progress, bool)),
+    ):
+        if not is_right:
+            raise WeftError(f"tune: {name}: expected {expected}, got {shown(value)}")
 
 
 def with_drawn(attention: Attention, shape: Shape, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -220,6 +220,12 @@ def share_problems(name: str, share: float) -> list[Problem]:
     return [] if 0.0 <= share < 1.0 else [wrong(name, "a dropout from 0 on and below 1", share)]
 
 
+def check_memory(attention: Attention, query: object) -> None:
+    """Raise WeftError for a query on a CPU without memory, which kernels that draw would read."""
+    if type(query) is Tensor and query.is_cpu and (problems := known_memory_problems({"query": query})):
+        raise collected(str(attention.name), problems)
+
+
 def check_dropout(attention: Attention, operands: Mapping[str, object]) -> None:
     """That a dropout which the call gives is a share; what is no number at all is refused with the other operands."""
     share = attention.dropout

@@ -26,7 +26,7 @@ def test_build_says_of_each_job_what_became_of_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("weft.runtime.build.build_one", lambda job: job)
     jobs: list[Any] = weft.build(LOCAL, device="h100", head_dims=[64], directions=["forward"], jobs=1)
     assert [(job.head_dim, job.direction, job.device) for job in jobs] == [(64, "forward", "h100")]
-    with pytest.raises(weft.WeftError, match="build: dtype: expected some of"):
+    with pytest.raises(weft.WeftError, match="build: dtypes: expected some of"):
         weft.build(LOCAL, device="h100", dtypes=["fp8"])
 
 
