@@ -17,7 +17,7 @@ from .runtime import descales
 from .runtime.call import sequences_of
 from .runtime.check.operands import check_absorbed
 from .runtime.check.sequences import checked
-from .runtime.check.tensors import check_latent
+from .runtime.check.tensors import check_latent, check_no_value
 from .runtime.options import CallOptions, Form
 from .runtime.rows import cleared
 
@@ -33,9 +33,7 @@ def attended(
     assert attention.latent is not None
     query, cache, value, _ = main
     uk, uv, form, rope = options.uk, options.uv, options.form, options.rope
-    if value is not None:
-        what, how = "latent attention takes query and cache only", "its values come from the cache"
-        raise WeftError.of(str(attention.name), Problem(operand="value", what=what, next_step=how))
+    check_no_value(attention, value)
     query, cache, rope = autocast(query, cache, rope)
     if uk is not None and uv is not None:
         uk, uv = autocast(uk, uv)

@@ -16,7 +16,7 @@ from .runtime import descales
 from .runtime.call import Lengths, Packed, PackedPaged, Pages, sequences_of
 from .runtime.check.operands import as_number, check_no_latent, check_operands, check_q_offset
 from .runtime.check.sequences import checked
-from .runtime.check.tensors import check_latent, check_tensors, known_memory_problems
+from .runtime.check.tensors import check_latent, check_no_value, check_tensors, known_memory_problems
 from .runtime.check.values import check_contents, check_reads
 from .runtime.options import CallOptions
 from .runtime.pages import gathered, packed_of_pages
@@ -40,6 +40,7 @@ def defined(
         return made.nested(out), made.nested(lse)
     paged = options.block_table is not None
     if attention.latent is not None:
+        check_no_value(attention, value)
         check_latent(attention, query, key, uk, uv, paged, rope)
     else:
         check_no_latent(attention, uk, uv, rope=rope)

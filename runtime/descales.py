@@ -140,7 +140,9 @@ def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterat
         elif isinstance(descale, (int, float)) and not _FLOAT32.tiny <= descale <= _FLOAT32.max:
             yield Problem(option=n, expected="a number that float32 holds", got=shown(descale))
         return
-    if descale.layout != torch.strided and not descale.is_nested:
+    if descale.is_nested and descale.layout != torch.jagged:
+        yield Problem(option=n, expected="a dense tensor", got="a nested one")
+    elif descale.layout != torch.strided and not descale.is_nested:
         got, how = f"layout {descale.layout}", f"pass {n}.to_dense()"
         yield Problem(option=n, expected="a dense tensor", got=got, next_step=how)
     elif descale.dtype != torch.float32 or descale.device != tensor.device:
@@ -171,11 +173,8 @@ def unseen_problems(read: Mapping[str, Tensor]) -> list[Problem]:
 
 def _said(descale: object) -> str:
     """A descale in a message: a tensor by its shape."""
-    return (
-        f"a tensor of shape {list(descale.shape)}"
-        if isinstance(descale, Tensor) and not descale.is_nested
-        else shown(descale)
-    )
+    is_sized = isinstance(descale, Tensor) and not descale.is_nested
+    return f"a tensor of shape {list(descale.shape)}" if is_sized else shown(descale)  # type: ignore[attr-defined]
 
 
 def fits(operand: str, tensor: Tensor, descale: Tensor, pooled: bool) -> bool:

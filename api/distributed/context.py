@@ -25,12 +25,13 @@ from ..runtime.descales import FP8
 from ..runtime.options import Form, check_values
 from ..runtime.run.variant import Variant, variant_of
 from . import agreement, by_heads, sharded, shardplan
+from .asked import AUTO, Links, as_numbers
 from .collectives import under_way
 from .groups import groups_of
 from .latent import Projected, absorbed, form_of, without_rest
 from .portions import operand_names
 from .rows import Deal, count
-from .shardplan import AUTO, Links, ShardPlan, stands_on
+from .shardplan import ShardPlan, stands_on
 from .whole import Share, Whole
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ class ContextParallel:
             values = {"return_lse": return_lse, "target": target, "deterministic": deterministic, "train": train}
             check_values(str(attention.name), {**values, "form": form})
             operands = {n: v for n, v in operands.items() if n not in attention.canonical.unread}  # as other calls do
-            operands = shardplan.as_numbers(attention, operands)
+            operands = as_numbers(attention, operands)
             if attention.canonical.drops and not train:
                 attention, plan, operands = _undropped(attention, plan, operands)
             operands |= _seed(attention, operands, seed, query)

@@ -28,11 +28,11 @@ from ..kv.step import Step
 from ..runtime import options as call_options
 from ..runtime.check.operands import check_operands
 from .agreement import Agreement, kept
+from .asked import as_numbers
 from .changes import Changes, some_of
 from .interleaved import Division, interleaved
 from .joins import Group, gathered_heads, joined
 from .placed import Names, names_beside
-from .shardplan import as_numbers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,54 +8,48 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..compiler.planning.dtypes import ALL, EIGHTHS
 from ..compiler.planning.freed import is_row_sum
 from ..compiler.planning.machines import hardware
 from ..compiler.planning.machines.hardware import Hardware
 from ..compiler.planning.records import Shape
 from ..ir.attention import Attention
-from ..ir.errors import Problem, WeftError, collected, shown
+from ..ir.errors import WeftError
 from ..ir.expr import TensorOperand
-from ..ir.numbers import is_int
 from ..ir.philox import TOGETHER
-from ..runtime.check.operands import as_number, operand_problems
 from ..runtime.run.variant import variant_of
 from . import rings, rows
+from .asked import (
+    AUTO,
+    BALANCES,
+    HEADS,
+    STRATEGIES,
+    Balance,
+    Links,
+    Strategy,
+    check_asked,
+    check_known,
+    not_by_heads,
+    own_operands,
+    starts_of,
+)
 from .described import lines
 from .rows import Deal, Run, Runs, common, count, joined, without
 from .seen import PackedSight, Sight
 
-Strategy = Literal["gather", "ring", "exchange", "heads", "heads+exchange", "heads+ring"]
-Balance = Literal["contiguous", "zigzag", "striped", "pairs"]
-STRATEGIES: tuple[Strategy, ...] = ("exchange", "ring", "gather", "heads", "heads+exchange", "heads+ring")
-_DTYPES = tuple(name for name in ALL if name not in EIGHTHS)  # that ranks compute
-_HEADS = "heads+"  # before what strategies of two dimensions do between ranks of the same heads
-BALANCES: tuple[Balance, ...] = ("contiguous", "zigzag", "striped", "pairs")
-AUTO = "auto"
 _CHUNKS = 8  # of a rank, where chunks are dealt by visible pairs
 # Shares of what long matrix products reach that attention kernels reach, and passes of a backward for each of a forward
 # (docs/performance.md has the rows).
 _FORWARD, _BACKWARD, _PRODUCTS = 0.8, 0.65, 2.5
 _NEAR = 1.03  # times as long as the fastest: plans that are as good
 _ONE_MORE = 150e-6  # seconds that one more call takes: its last tiles leave most of the device idle
-_ONE_DIMENSION = "expected two dimensions: ranks=(outer, inner) of a plan, dim=(outer, inner) of ContextParallel"
 _LITTLE_KEPT = 0.25  # of query and output, and their gradients: memory that keys of others may take until the backward
 _LONG_TO_BRING = 0.02  # of products: time that bringing keys again may take before they are kept
 _MOST_LOOKED_AT = 4  # plans that are kept with the tensors that they stand on
 _JOINED_BYTES = 24  # that joining two results moves for each element of out
-
-
-@dataclass(frozen=True)
-class Links:
-    """What a device receives from others, bytes/s one way: a guess where nobody measured it."""
-
-    per_host: int = 8  # devices of a host
-    in_host: float = 270e9  # NVLink of an H100, all-to-all of 256 MB between two of them; its data sheet says 450e9
-    between: float = 40e9  # a network card of 400 Gb/s a device, and 0.8 of it
 
 
 class Task(NamedTuple):
@@ -139,7 +133,7 @@ class ShardPlan:
     @property
     def divides_both(self) -> bool:
         """Whether neighbours divide heads, and keys of the same heads travel between others."""
-        return self.strategy.startswith(_HEADS)
+        return self.strategy.startswith(HEADS)
 
     @property
     def shares(self) -> int:
@@ -152,7 +146,7 @@ class ShardPlan:
         neighbours."""
         n, sizes = self.shares, self.sizes
         queries, keys = self.queries.of_neighbours(n), self.keys.of_neighbours(n)
-        strategy: Any = self.strategy.removeprefix(_HEADS)
+        strategy: Any = self.strategy.removeprefix(HEADS)
         return replace(
             self, strategy=strategy, ranks=queries.ranks, inner=1, group=sizes.heads // sizes.kv_heads,
             sizes=replace(sizes, heads=sizes.heads // n, kv_heads=max(1, sizes.kv_heads // n)),
@@ -415,9 +409,9 @@ def plan(
     sizes = Shape(batch, heads, (1 if is_latent else heads) if kv_heads is None else kv_heads, length, keys, head_dim,
                   head_dim if value_dim is None else value_dim, dtype)  # fmt: skip
     mesh = ranks if isinstance(ranks, tuple) else (ranks,)
-    _check(mesh, sizes, strategy, balance, is_latent, q_offset, links)
-    operands = _own(attention, operands)
-    starts = None if cu_seqlens is None else _starts(cu_seqlens, sizes, q_offset)
+    check_asked(mesh, sizes, strategy, balance, is_latent, q_offset, links)
+    operands = own_operands(attention, operands)
+    starts = None if cu_seqlens is None else starts_of(cu_seqlens, sizes, q_offset)
     offset = keys - length if q_offset is None else q_offset
     machine = hardware.this_machine() if device is None else hardware.by_name(device)
     asked = attention, sizes, offset, mesh, machine, links or Links(), starts, strategy, balance
@@ -466,6 +460,7 @@ def _planned(
     else:
         sight = PackedSight(attention, sizes, starts, operands)
     looked_at = {n: operands[n] for n in sorted(sight.stands_on)}
+    check_known(attention, looked_at)
     inner = mesh[1] if len(mesh) == 2 else 1
     maker = _Maker(attention, sizes, offset, math.prod(mesh), inner, machine, links, sight, looked_at, starts)
     return maker.best(strategy, balance)
@@ -496,99 +491,11 @@ def _has_row_sums(attention: Attention) -> bool:
     return any(map(is_row_sum, variant_of(attention).facts.operand_gradients(names)))
 
 
-def _starts(given: Sequence[int] | Tensor, sizes: Shape, q_offset: int | None) -> tuple[int, ...]:
-    """The starts of packed sequences. Raises WeftError for those that are none."""
-    numbers: Any = given.tolist() if hasattr(given, "tolist") else given  # of numpy, too
-    numbers = [as_number(n, int) for n in numbers] if isinstance(numbers, Iterable) else [None]
-    if not all(is_int(n) for n in numbers):
-        expected, got = "ints, the first row of each sequence and the end", shown(given)
-        raise WeftError.of("plan", Problem(option="cu_seqlens", expected=expected, got=got))
-    starts = tuple(map(int, numbers))
-    problems = []
-    if not starts or starts[0] != 0 or any(a > b for a, b in pairwise(starts)) or starts[-1] > sizes.q_len:
-        expected = f"the first row of each sequence from 0 on, and the end, at most {sizes.q_len}"
-        problems.append(Problem(option="cu_seqlens", expected=expected, got=shown(list(starts[:8]))))
-    if sizes.batch != 1 or sizes.q_len != sizes.kv_len:
-        got = f"{sizes.batch} and {sizes.q_len}, {sizes.kv_len}"
-        expected = "one batch row, and as many queries as keys"
-        problems.append(Problem(option="cu_seqlens", expected=expected, got=got))
-    if q_offset is not None:
-        problems.append(Problem(option="q_offset", what="packed sequences start at position 0; leave it out"))
-    if problems:
-        raise WeftError.of("plan", *problems)
-    return starts
-
-
-def _own(attention: Attention, operands: Mapping[str, Any]) -> dict[str, Any]:
-    """Operands that are given, of those that the variant reads. Raises WeftError for what a call would refuse. Options
-    of dropout may be there, as in other plans."""
-    beside = {*attention.canonical.unread, "seed", "train"}
-    given = as_numbers(attention, {n: v for n, v in operands.items() if n not in beside})
-    if problems := operand_problems(attention, given, None, all_of=()):
-        raise collected(f"{attention.name}: plan", problems)
-    return given
-
-
-def as_numbers(attention: Attention, operands: Mapping[str, Any]) -> dict[str, Any]:
-    """Operands with numbers as Python's, so that ranks which give numpy's say the same."""
-    kinds = {s.name: int if s.dtype == "int" else float for s in attention.canonical.scalars}
-    return {n: as_number(value, kinds.get(n)) for n, value in operands.items()}
-
-
-def _check(
-    mesh: tuple[Any, ...], sizes: Shape, strategy: str, balance: str, is_latent: bool, q_offset: object, links: object
-) -> None:  # fmt: skip
-    numbers = {"batch": sizes.batch, "heads": sizes.heads, "kv_heads": sizes.kv_heads,
-               "length": sizes.q_len, "kv_length": sizes.kv_len, "head_dim": sizes.head_dim,
-               "value_dim": sizes.value_dim}  # fmt: skip
-    problems = [
-        Problem(option=n, expected="a positive int", got=shown(v)) for n, v in numbers.items() if not is_int(v, least=1)
-    ]
-    if len(mesh) > 2 or not all(is_int(n, least=1) for n in mesh):
-        got = shown(mesh[0] if len(mesh) == 1 else mesh)
-        problems.insert(0, Problem(option="ranks", expected="a positive int, or two of them", got=got))
-    if not isinstance(sizes.dtype, str) or sizes.dtype not in _DTYPES:
-        problems.append(Problem(option="dtype", expected=f"one of {', '.join(_DTYPES)}", got=shown(sizes.dtype)))
-    for name, value, known in (("strategy", strategy, STRATEGIES), ("balance", balance, BALANCES)):
-        if value not in (AUTO, *known):
-            problems.append(Problem(option=name, expected=f"one of {', '.join((AUTO, *known))}", got=shown(value)))
-    if q_offset is not None and not is_int(q_offset):
-        problems.append(Problem(option="q_offset", expected="an int or None", got=shown(q_offset)))
-    if links is not None and not isinstance(links, Links):
-        problems.append(Problem(option="links", expected="weft.distributed.Links or None", got=shown(links)))
-    if not problems and sizes.heads % sizes.kv_heads:
-        problems.append(
-            Problem(option="heads", expected=f"a multiple of kv_heads {sizes.kv_heads}", got=str(sizes.heads))
-        )
-    if is_latent and sizes.kv_heads != 1:
-        problems.append(Problem(option="kv_heads", expected="1, as a latent cache has", got=str(sizes.kv_heads)))
-    if problems:
-        raise WeftError.of("plan", *problems)
-    why = None
-    if strategy == "heads":
-        why = _not_by_heads(sizes, math.prod(mesh), is_latent)
-    elif strategy.startswith(_HEADS):
-        why = _ONE_DIMENSION if len(mesh) == 1 else _not_by_heads(sizes, mesh[1], is_latent)
-    if why:
-        raise WeftError(f"plan: strategy={strategy!r}: {why}")
-
-
 def _seconds_of_a_pair(sizes: Shape, machine: Hardware) -> tuple[float, float]:
     """That products take for a pair of a head of a batch row, forward and backward, of all heads and batch rows."""
     flops = 2 * sizes.batch * sizes.heads * (sizes.head_dim + sizes.value_dim)
     rate = machine.matrix_flops(sizes.dtype)
     return flops / rate / _FORWARD, _PRODUCTS * flops / rate / _BACKWARD
-
-
-def _not_by_heads(sizes: Shape, ranks: int, is_latent: bool) -> str | None:
-    """Why heads cannot be divided; None where they can."""
-    if is_latent:
-        return "expected a variant without latent=, whose keys are those of some heads; take strategy='exchange'"
-    if sizes.heads % ranks:
-        return f"expected a number of heads that {ranks} ranks divide, got {sizes.heads}"
-    if sizes.kv_heads % ranks and ranks % sizes.kv_heads:
-        return f"expected key heads that divide {ranks} ranks, or the other way around, got {sizes.kv_heads}"
-    return None
 
 
 @dataclass(frozen=True)
@@ -642,12 +549,12 @@ class _Maker:
                 if kind == "heads" and (name != names[0] or not self._by_heads(self.ranks)):
                     continue  # rows lie in order again: one balance is as good as another
                 if (
-                    kind.startswith(_HEADS)
+                    kind.startswith(HEADS)
                     and strategy == AUTO
                     and not (1 < self.inner < self.ranks and self._by_heads(self.inner))
                 ):
                     continue  # of one dimension it is another strategy
-                shares = self.ranks if kind == "heads" else self.inner if kind.startswith(_HEADS) else 1
+                shares = self.ranks if kind == "heads" else self.inner if kind.startswith(HEADS) else 1
                 most = max(sum(pairs[r : r + shares]) for r in range(0, self.ranks, shares)) / shares
                 found.append((most, partial(_of_strategy, dealt, kind)))
         return sorted(found, key=lambda candidate: candidate[0])
@@ -665,7 +572,7 @@ class _Maker:
         )  # fmt: skip
 
     def _by_heads(self, ranks: int) -> bool:
-        return _not_by_heads(self.sizes, ranks, self.attention.latent is not None) is None
+        return not_by_heads(self.sizes, ranks, self.attention.latent is not None) is None
 
     def _chunks(self, balance: str) -> Runs:
         """Of a deal by visible pairs: chunks as long as each other, apart from the last. Of others their own."""

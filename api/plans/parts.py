@@ -16,10 +16,11 @@ from ..compiler.analysis.values.ranges import Ranges
 from ..compiler.planning.cost import CountTiles
 from ..compiler.planning.plan import VisiblePairs, summed
 from ..compiler.planning.records import Shape
-from ..ir.errors import WeftError, counted
+from ..ir.errors import Problem, WeftError, collected, counted
 from ..ir.sequences import Rows
 from ..runtime.call import Dense, Packed, PackedPaged, Pages, Ragged, sequences_of
 from ..runtime.check.sequences import checked
+from ..runtime.check.tensors import form_problem
 from ..runtime.check.values import check_contents
 from ..runtime.options import LENGTHS, PLAIN
 
@@ -56,6 +57,9 @@ def described(name: str, query: Any, key: Any, options: Mapping[str, Any]) -> De
         query, key = (torch.empty(1, device=device).expand(size) for size in (query, key))
     sequences = sequences_of(checked(name, query, key, given), page=key.shape[2])
     assert not isinstance(sequences, Dense)
+    if unread := [n for n, t in given.lengths.items() if t.is_meta]:
+        expected, how = "a tensor with values, which a plan reads", "give it on a device that is here"
+        raise collected(name, [Problem(option=n, expected=expected, got="one on meta", next_step=how) for n in unread])
     check_contents(name, query, key, sequences)
     return Described(sequences, sequences.rows(query, key))
 
@@ -69,6 +73,8 @@ def kv_rows(name: str, query: Tensor, key: Tensor, options: Mapping[str, Any]) -
 
 def pool_of(name: str, sizes: Shape, table: Tensor) -> tuple[int, int, int, int]:
     """The pool that a table of a described call may be of: its pages hold the kv_len rows of `sizes`."""
+    if (problem := form_problem("block_table", table)) is not None:
+        raise collected(name, [problem])
     pages = table.shape[-1] if table.dim() else 0
     if pages == 0 or sizes.kv_len % pages:
         raise WeftError(

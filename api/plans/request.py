@@ -507,7 +507,7 @@ def check_read(attention: Attention, ranges: Ranges, options: Mapping[str, Any])
 
     ranges: of symbols, by name. Expressions that read an operand that was not given are passed over.
     """
-    extents = {n: tuple(v.shape) for n, v in options.items() if isinstance(v, Tensor)}
+    extents = {n: tuple(v.shape) for n, v in options.items() if isinstance(v, Tensor) and not v.is_nested}
     ints = {
         s.name: (options[s.name],) * 2 for s in attention.canonical.scalars if s.dtype == "int" and s.name in options
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ from ..compiler.planning.kernel import Algorithm
 from ..compiler.planning.records import Shape
 from ..compiler.planning.signature import Direction
 from ..compiler.planning.tuner import Tuned
-from ..ir.errors import WeftError
+from ..ir.errors import WeftError, shown
+from ..ir.numbers import is_int
 from ..runtime import build as ahead
 from ..runtime.store import calibrated
 
@@ -44,6 +46,8 @@ def build(
     many query heads a key head. jobs: processes; all cores where not given. Raises WeftError for what is not known;
     what could not be built says why in `problem`.
     """
+    if jobs is not None and not is_int(jobs, least=1):
+        raise WeftError(f"build: jobs: expected a positive int, or None for all cores, got {shown(jobs)}")
     work = ahead.jobs_of(
         variants, device=device, head_dims=head_dims, dtypes=dtypes, directions=directions, target=target,
         sequences=sequences, page=page, decode=decode,
@@ -59,6 +63,8 @@ def calibrate(device: str | None = None, path: str | Path | None = None) -> Cali
     """
     from .calibration import calibrate as measure  # lazy: few programs measure
 
+    if path is not None and (not isinstance(path, (str, PathLike)) or not str(path) or "\0" in str(path)):
+        raise WeftError(f"calibrate: path: expected a file, or None, got {shown(path)}")
     where = None if path is None else Path(path)
     if where is not None and not where.parent.is_dir():
         raise WeftError(f"calibrate: path: {where.parent} is no folder")

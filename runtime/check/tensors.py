@@ -214,6 +214,13 @@ def _heads_problem(heads: int, kv_heads: int, paged: bool) -> Problem:
     return wrong("query", f"a multiple of the key's {counted(kv_heads, 'head')}", got, rows)
 
 
+def check_no_value(attention: Attention, value: object) -> None:
+    """Raise WeftError for a value that is given to latent attention."""
+    if value is not None:
+        what, how = "latent attention takes query and cache only", "its values come from the cache"
+        raise collected(str(attention.name), [Problem(operand="value", what=what, next_step=how)])
+
+
 # -- latent attention --------------------------------------------------------------------------------------------------
 def check_latent(
     attention: Attention, query: Tensor, cache: Tensor, uk: Tensor | None, uv: Tensor | None, paged: bool = False,
