@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from ..ir.numbers import is_int
 from ..ir.philox import drawn_seed
 from ..runtime.call import Call, Dense, Packed, Sequences, choices_of
 from ..runtime.check.operands import as_number, check_dropout, check_operands, seed_of
-from ..runtime.check.tensors import check_latent, main_problems
+from ..runtime.check.tensors import check_latent, form_problem, known_memory_problems, main_problems
 from ..runtime.descales import FP8
 from ..runtime.options import Form, check_values
 from ..runtime.run.variant import Variant, variant_of
@@ -43,6 +43,18 @@ UNTRACED = (
     "or leave out fullgraph=True"
 )
 KINDS: Mapping[str, type] = {"int": int, "float": float}
+
+
+class _Call(NamedTuple):
+    """Of one rank: what `attention` was called with."""
+
+    attention: Attention
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    plan: ShardPlan
+    operands: dict[str, Any]
+    latent: Projected
 
 
 class ContextParallel:
@@ -68,6 +80,8 @@ class ContextParallel:
             raise UnavailableError(
                 "ContextParallel: torch.distributed is not initialised; call init_process_group first"
             )
+        if not isinstance(agree, bool):
+            raise WeftError(f"ContextParallel: agree: expected True or False, got {shown(agree)}")
         self.group, self.outer, self.inner = groups_of(mesh, dim)
         self.strategy, self.balance, self.links = strategy, balance, links
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -148,6 +162,8 @@ class ContextParallel:
         `attention` gives each rank the whole gradient of an operand. A parameter whose gradients something else sums
         over these ranks, as FSDP and DDP do, goes through this, so that it counts once.
         """
+        if (problem := form_problem("tensor", tensor)) is not None:
+            raise WeftError(f"share: {problem}")
         return Share.apply(tensor, self.ranks)
 
     # -- attention -----------------------------------------------------------------------------------------------------
@@ -174,76 +190,98 @@ class ContextParallel:
                 attention, query, key, value, plan=plan, return_lse=return_lse, target=target,
                 deterministic=deterministic, seed=seed, train=train, uk=uk, uv=uv, form=form, **operands,
             )  # fmt: skip
-        told: dict[str, str] = {"variant": type(attention).__name__}
-        problem: Exception | None = None
-        query, key, value, uk, uv = autocast(query, key, value, uk, uv)
-        latent = Projected(uk, uv, form)
         if deterministic is None and torch.are_deterministic_algorithms_enabled():
             deterministic = True
+        query, key, value, uk, uv = autocast(query, key, value, uk, uv)
+        call = _Call(attention, query, key, value, plan, operands, Projected(uk, uv, form))
+        options = by_heads.Options(return_lse, target, deterministic)
+        call = self._agreed(call, options, seed, train)
+        self._share_seed(call, seed)
+        along = self._over_heads if plan.strategy == "heads" or plan.divides_both else self._over_rows
+        out, lse = along(call, _declared(call), options)
+        return (out, lse) if return_lse else out
+
+    def _agreed(self, call: _Call, options: by_heads.Options, seed: object, train: bool) -> _Call:
+        """The call that is computed, once no rank found a mistake in it, and all compute the same."""
+        told: dict[str, str] = {"variant": type(call.attention).__name__}
+        problem: Exception | None = None
         try:
-            if not isinstance(attention, Attention):
-                raise WeftError(f"attention: expected a weft.Attention, got {type(attention).__name__}")
-            told = {"variant": f"{attention.name} ({attention.canonical.digest})"}
-            _check_plan(str(attention.name), plan, self.ranks)
-            values = {"return_lse": return_lse, "target": target, "deterministic": deterministic, "train": train}
-            check_values(str(attention.name), {**values, "form": form})
-            operands = {n: v for n, v in operands.items() if n not in attention.canonical.unread}  # as other calls do
-            operands = as_numbers(attention, operands)
-            if attention.canonical.drops and not train:
-                attention, plan, operands = _undropped(attention, plan, operands)
-            operands |= _seed(attention, operands, seed, query)
-            if self.agreement is not None:
-                told = _told(attention, query, key, value, plan, {**operands, **latent.tensors}, return_lse)
-                told |= {"seed": str(seed) if isinstance(seed, int) else "", "form": str(form)}
-                told["options"] = f"target={target}, deterministic={deterministic}"
-            problem = self._problem(attention, query, key, value, plan, operands, latent, return_lse, target)
+            call = self._read(call, options, seed, train, told)
+            problem = self._problem(call, options)
         except Exception as error:  # whatever it is, other ranks hear of it
             problem = error
         if self.agreement is not None:
             self.agreement.check(told, problem)
         if problem is not None:
             raise problem
-        if attention.canonical.drops and not isinstance(seed, int):
-            with agreement.kept(self.agreement, f"the seed of {attention.name}"), under_way():
-                dist.broadcast(operands[SEED.name], dist.get_global_rank(self.group, 0), self.group)
-        declared = {p.name: p for p in attention.canonical.parameters}
-        given = {n: v if isinstance(v, Tensor) else as_number(v, KINDS[declared[n].dtype])
-                 for n, v in operands.items() if n in declared}  # fmt: skip
-        if plan.strategy == "heads" or plan.divides_both:
-            assert value is not None
-            options = by_heads.Options(return_lse, target, deterministic)
-            out, lse = by_heads.attended(plan, *self._neighbours(plan), (query, key, value), given, options)
-            return (out, lse) if return_lse else out
-        names, choices = operand_names(attention), choices_of(target, None, deterministic)
-        numbers, kind, after = {n: v for n, v in given.items() if n not in names}, None, None
+        return call
+
+    def _read(self, call: _Call, options: by_heads.Options, seed: object, train: bool, told: dict[str, str]) -> _Call:
+        """The call with the variant and the operands that are computed. told: gets what ranks compare."""
+        attention, plan, form = call.attention, call.plan, call.latent.form
+        if not isinstance(attention, Attention):
+            raise WeftError(f"attention: expected a weft.Attention, got {type(attention).__name__}")
+        told["variant"] = f"{attention.name} ({attention.canonical.digest})"
+        _check_plan(str(attention.name), plan, self.ranks)
+        check_values(str(attention.name), {**options._asdict(), "train": train, "form": form})
+        operands = {n: v for n, v in call.operands.items() if n not in attention.canonical.unread}  # as other calls do
+        operands = as_numbers(attention, operands)
+        if attention.canonical.drops and not train:
+            attention, plan, operands = _undropped(attention, plan, operands)
+        operands |= _seed(attention, operands, seed, call.query)
+        call = call._replace(attention=attention, plan=plan, operands=operands)
+        if self.agreement is not None:
+            told.update(_told(call, options.return_lse))
+            told |= {"seed": str(seed) if isinstance(seed, int) else "", "form": str(form)}
+            told["options"] = f"target={options.target}, deterministic={options.deterministic}"
+        return call
+
+    def _share_seed(self, call: _Call, seed: object) -> None:
+        """Where weights are dropped: the seed of the first rank on all, unless it is a number."""
+        if call.attention.canonical.drops and not isinstance(seed, int):
+            with agreement.kept(self.agreement, f"the seed of {call.attention.name}"), under_way():
+                dist.broadcast(call.operands[SEED.name], dist.get_global_rank(self.group, 0), self.group)
+
+    def _over_heads(
+        self, call: _Call, operands: dict[str, Any], options: by_heads.Options
+    ) -> tuple[Tensor, Tensor | None]:
+        """out and lse where neighbours divide heads."""
+        assert call.value is not None
+        main = call.query, call.key, call.value
+        return by_heads.attended(call.plan, *self._neighbours(call.plan), main, operands, options)
+
+    def _over_rows(
+        self, call: _Call, operands: dict[str, Any], options: by_heads.Options
+    ) -> tuple[Tensor, Tensor | None]:
+        """out and lse where keys, or rows of a latent cache, travel."""
+        attention, query, key, value, plan, _, latent = call
+        names, choices = operand_names(attention), choices_of(options.target, None, options.deterministic)
+        numbers, kind, after = {n: v for n, v in operands.items() if n not in names}, None, None
         own = (key,) if value is None else (key, value)
         if attention.latent is not None:
-            kind = form_of(attention, plan.sizes, latent, (query, key, *given.values()))
+            kind = form_of(attention, plan.sizes, latent, (query, key, *operands.values()))
         if kind == "expanded":
             if plan.starts is not None:
                 own = (without_rest(key, plan.keys.rows(self.rank), plan.starts),)
-            names, given = [*names, *latent.tensors], {**given, **latent.tensors}
-        elif uk is not None and uv is not None and attention.latent is not None:
-            query, after = absorbed(query, uk, attention.latent.rope), uv
+            names, operands = [*names, *latent.tensors], {**operands, **latent.tensors}
+        elif latent.uk is not None and latent.uv is not None and attention.latent is not None:
+            query, after = absorbed(query, latent.uk, attention.latent.rope), latent.uv
         place = sharded.Place(self.rank, self.group, self.group, self.agreement)
         state = sharded.State(place, plan, numbers, choices, tuple(names), len(own), kind)
-        out, lse = sharded.attended(state, query, own, [given[n] for n in names])
-        out = out if after is None else torch.einsum("bhlr,hrd->bhld", out, after)
-        return (out, lse) if return_lse else out
+        out, lse = sharded.attended(state, query, own, [operands[n] for n in names])
+        return out if after is None else torch.einsum("bhlr,hrd->bhld", out, after), lse
 
-    def _problem(
-        self, attention: Attention, query: Tensor, key: Tensor, value: Tensor | None, plan: ShardPlan,
-        operands: Mapping[str, Any], latent: Projected, wants_lse: bool, target: str | None,
-    ) -> WeftError | None:  # fmt: skip
+    def _problem(self, call: _Call, options: by_heads.Options) -> WeftError | None:
         """What is wrong with a call on this rank."""
-        name = str(attention.name)
+        attention, query, key, value, plan, operands, latent = call
+        name, target = str(attention.name), options.target
         if plan.attention != attention:
             return WeftError(f"{name}: expected a plan of this variant, got one of {plan.attention.name}")
         if plan.divides_both and self.shape != (other := (plan.ranks // plan.inner, plan.inner)):
             own = "one dimension" if self.shape is None else f"{self.shape}"
             return WeftError(f"{name}: expected a plan for ranks along {own}, got one for {other}; cp.plan makes it")
         sizes, problems = plan.sizes, []
-        if wants_lse and not attention.canonical.weighs.saves_lse:
+        if options.return_lse and not attention.canonical.weighs.saves_lse:
             what = f"the normalizer {attention.normalizer} has no log-sum-exp"
             problems.append(Problem(option="return_lse", what=what))
         rows = count(plan.queries.rows(self.rank)), count(plan.keys.rows(self.rank))
@@ -257,12 +295,14 @@ class ContextParallel:
             expected = {"query": expected["query"], "cache": (key, (sizes.batch, 1, rows[1], columns))}
             if value is not None:
                 problems.append(Problem(operand="value", what="latent attention takes query and cache only"))
-        elif latent != Projected(None, None, None):
+        elif any(given is not None for given in latent):
             problems.append(
                 Problem(option="uk, uv, form", what="the variant is not latent", next_step="leave them out")
             )
         for n, (tensor, shape) in expected.items():
-            if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
+            if isinstance(tensor, Tensor) and (problem := form_problem(n, tensor)) is not None:
+                problems.append(problem)
+            elif not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
                 got = str([*tensor.shape]) if isinstance(tensor, Tensor) else type(tensor).__name__
                 wanted = f"{[*shape]}, the rows of rank {self.rank}"
                 problems.append(Problem(operand=n, expected=wanted, got=got, next_step="cp.shard gives them"))
@@ -271,7 +311,7 @@ class ContextParallel:
                 problems.append(
                     Problem(operand=n, expected="real numbers over ranks", got=str(tensor.dtype), next_step=how)
                 )
-        if problems:
+        if problems := problems or known_memory_problems({n: tensor for n, (tensor, _) in expected.items()}):
             return collected(name, problems)
         try:
             found: list[Problem] = []
@@ -360,14 +400,19 @@ def _check_rows(plan: ShardPlan, tensor: object, dim: int, of: str, rank: int) -
 
 def _check_dim(name: str, tensor: object, dim: object) -> None:
     """Raise WeftError where this is no tensor with such a dimension."""
-    if not isinstance(tensor, Tensor) or not is_int(dim) or not -tensor.dim() <= dim < tensor.dim():
-        got = f"{[*tensor.shape]}" if isinstance(tensor, Tensor) else type(tensor).__name__
+    if (problem := form_problem("tensor", tensor)) is not None:
+        raise WeftError(f"{name}: {problem}")
+    assert isinstance(tensor, Tensor)
+    if not is_int(dim, -tensor.dim(), tensor.dim() - 1):
+        got = f"{[*tensor.shape]}"
         raise WeftError(f"{name}: expected a tensor with a dimension {shown(dim)}, got {got}")
+    if problems := known_memory_problems({"tensor": tensor}):
+        raise collected(name, problems)
 
 
 def _deal_of(name: str, plan: ShardPlan, of: object) -> Deal:
     """How queries or keys are dealt."""
-    if of not in ("queries", "keys"):
+    if not isinstance(of, str) or of not in ("queries", "keys"):
         raise WeftError(f"{name}: of: expected 'queries' or 'keys', got {shown(of)}")
     return plan.queries if of == "queries" else plan.keys
 
@@ -381,15 +426,24 @@ def _deal(plan: ShardPlan, length: int) -> Deal:
     raise WeftError(f"{plan.attention.name}: shard: expected {lengths} rows, those of the plan, got {length}")
 
 
-def _told(
-    attention: Attention, query: Tensor, key: Tensor, value: Tensor | None, plan: ShardPlan,
-    operands: Mapping[str, Any], return_lse: bool,
-) -> dict[str, str]:  # fmt: skip
+def _declared(call: _Call) -> dict[str, Any]:
+    """The variant's own operands, with numbers of the declared kind."""
+    declared = {p.name: p for p in call.attention.canonical.parameters}
+    return {
+        n: v if isinstance(v, Tensor) else as_number(v, KINDS[declared[n].dtype])
+        for n, v in call.operands.items()
+        if n in declared
+    }
+
+
+def _told(call: _Call, return_lse: bool) -> dict[str, str]:
     """What ranks compare: all that a mistake may differ in, by name, short."""
+    attention, query, key, value, plan, operands, latent = call
+    operands = {**operands, **latent.tensors}
     tensors = {"query": query, "key": key, "value": value, **operands}
     flags = [n for n, t in tensors.items() if isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()]
     shapes = [f"{n} {[*t.shape]} {str(t.dtype)[6:]}" for n, t in operands.items() if isinstance(t, Tensor)]
-    numbers = [f"{n}={v!r}" for n, v in operands.items() if not isinstance(v, Tensor)]
+    numbers = [f"{n}={shown(v)}" for n, v in operands.items() if not isinstance(v, Tensor)]
     return {
         "variant": f"{attention.name} ({attention.canonical.digest})",
         "plan": plan.told,

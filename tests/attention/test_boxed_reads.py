@@ -20,7 +20,8 @@ from weft.runtime.call import Call, Choices, Dense, Lengths, Packed
 from weft.runtime.driver import compile_kernels
 
 from ..support import check_errors, mostly
-from .gluon import Deadlock, OnACpu
+from .gluon import OnACpu
+from .machine import Deadlock
 
 pytest.importorskip("triton")
 

@@ -13,7 +13,8 @@ from weft import batch, kv_pos, masks, q_pos
 from weft.runtime.call import Call, Choices, Dense, Lengths, PackedPaged
 
 from ..support import mostly
-from .gluon import Kernels, Pointer
+from .gluon import Kernels
+from .machine import Pointer
 from .test_latent_on_hopper import ALL_SWITCHES, CAUSAL, VARIANTS, check, check_packed, launcher_of, variant
 
 CHUNKS = {

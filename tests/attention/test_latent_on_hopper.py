@@ -20,7 +20,8 @@ from weft.runtime.driver import compile_kernels
 from weft.runtime.run.key import offset_kind
 
 from ..support import check_errors, mostly
-from .gluon import Deadlock, Kernels, OnACpu, Pointer
+from .gluon import Kernels, OnACpu
+from .machine import Deadlock, Pointer
 
 pytest.importorskip("triton")
 
