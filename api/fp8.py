@@ -91,7 +91,7 @@ def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tens
 
 def _check_read(function: str, named: dict[str, Tensor]) -> None:
     """Raise WeftError for tensors that cannot be read: no dense ones, or without memory."""
-    forms = [problem for n, t in named.items() if (problem := form_problem(n, t)) is not None]
+    forms = list(filter(None, map(form_problem, named.keys(), named.values())))
     if problems := forms or known_memory_problems(named):
         raise collected(function, problems)
 

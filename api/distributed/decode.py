@@ -272,7 +272,7 @@ class _Sharded(Cache):
         """Find out what this rank has; the key heads of it."""
         name = type(self).__name__
         self.share = Share(self.by_sequence.rank, self.by_sequence.ranks)
-        self.all_kv_heads = kv_heads if is_size(kv_heads) else 1  # type: ignore[assignment]
+        self.all_kv_heads = kv_heads if is_size(kv_heads) else 1
         ranks = self.by_heads.ranks
         if self.all_kv_heads % ranks and ranks % self.all_kv_heads:
             raise WeftError(

@@ -331,6 +331,8 @@ class Cache:
         if len(keys) != self.layers or (values is not None and len(values) != self.layers):
             got = f"{len(keys)} and {0 if values is None else len(values)}"
             raise WeftError(f"append: expected key and value of each of {counted(self.layers, 'layer')}, got {got}")
+        if not isinstance(keys[0], Tensor):
+            raise WeftError(f"append: key: expected a tensor of each layer, got {type(keys[0]).__name__}")
         if (problem := form_problem("key", keys[0])) is not None:
             raise WeftError(f"append: {problem}")
         if lengths is None:
@@ -540,7 +542,8 @@ class Cache:
     def _checked_lengths(
         self, found: Sequence[_Sequence], sequences: Sequence[int], lengths: Sequence[int]
     ) -> list[int]:
-        new = listed("extend: lengths", "a list, rows of each sequence", lengths)
+        is_tensor = isinstance(lengths, Tensor)
+        new: list[Any] = [lengths] if is_tensor else listed("extend: lengths", "a list, rows of each sequence", lengths)
         if len(new) != len(found) or not all(is_int(n, least=0) for n in new):
             raise WeftError(
                 f"extend: lengths: expected {len(found)} ints from 0 on, rows of each sequence, got {shown(new)}; "

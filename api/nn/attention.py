@@ -175,7 +175,7 @@ def making_problems(device: object, dtype: object, **flags: object) -> list[str]
     unclear = {n: flag for n, flag in flags.items() if not isinstance(flag, bool)}
     problems = [f"{n}: expected True or False, got {shown(flag)}" for n, flag in unclear.items()]
     try:
-        torch.device("cpu" if device is None else device)  # type: ignore[arg-type]
+        torch.device("cpu" if device is None else device)  # type: ignore[call-overload]
     except (RuntimeError, TypeError, ValueError):
         problems.append(f"device: expected a device such as 'cuda', or None, got {shown(device)}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -64,7 +64,7 @@ def test_bad_input_of_quantize() -> None:
         ({"per": 32}, "per: expected 'tensor', 'head', 64, 128 or 'token', got 32"),
         ({"dtype": torch.float16}, "dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got torch.float16"),
         ({"layout": "cols"}, "layout: expected 'rows' or 'columns', got 'cols'"),
-        ({"per": torch.ones(2)}, "per: expected 'tensor', 'head', 64, 128 or 'token', got tensor"),
+        ({"per": torch.ones(2)}, "per: expected 'tensor', 'head', 64, 128 or 'token', got a tensor"),
         ({"dtype": ["e4m3"]}, r"dtype: expected torch.float8_e4m3fn or torch.float8_e5m2, got \['e4m3'\]"),
     ):
         with pytest.raises(weft.WeftError, match=message):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -267,7 +268,7 @@ def test_deals() -> None:
 @pytest.mark.parametrize(
     ("variant", "changes", "message"),
     [
-        (CAUSAL, {"ranks": 0}, r"plan: ranks: expected a positive int, or two of them, got 0"),
+        (CAUSAL, {"ranks": 0}, r"plan: ranks: expected a positive int, or two of them, .*, got 0"),
         (
             CAUSAL,
             {"strategy": "tree"},
@@ -291,6 +292,16 @@ def test_deals() -> None:
         (CAUSAL, {"dtype": "e4m3"}, r"dtype: expected one of bf16, fp16, fp32, fp64, got 'e4m3'"),
         (CAUSAL, {"dtype": []}, r"dtype: expected one of bf16, fp16, fp32, fp64, got \[\]"),
         (CAUSAL, {"value_dim": 0}, r"value_dim: expected a positive int, got 0"),
+        (CAUSAL, {"strategy": np.ones(2)}, r"strategy: expected one of auto, .*, got an ndarray"),
+        (CAUSAL, {"balance": torch.ones(2)}, r"balance: expected one of auto, .*, got a tensor"),
+        (CAUSAL, {"ranks": 10**30}, r"ranks: expected a positive int, .*, got 1000"),
+        (CAUSAL, {"length": 10**30}, r"length: integer overflow: expected a length up to 2\*\*30"),
+        (CAUSAL, {"q_offset": 10**30}, r"q_offset: integer overflow: expected a value within 31 bits"),
+        (
+            CAUSAL,
+            {"cu_seqlens": torch.empty(2, device="meta", dtype=torch.int32)},
+            r"cu_seqlens: expected ints, .*got a tensor",
+        ),
         (CAUSAL, {"balance": 3}, r"balance: expected one of auto, contiguous, zigzag, striped, pairs, got 3"),
         (CAUSAL, {"kv_heads": 3}, r"heads: expected a multiple of kv_heads 3, got 8"),
         (
@@ -298,7 +309,7 @@ def test_deals() -> None:
             {"ranks": 3, "strategy": "heads"},
             r"strategy='heads': expected a number of heads that 3 ranks divide",
         ),
-        (CAUSAL, {"ranks": (2, 2, 2)}, r"ranks: expected a positive int, or two of them, got \(2, 2, 2\)"),
+        (CAUSAL, {"ranks": (2, 2, 2)}, r"ranks: expected a positive int, or two of them, .*, got \(2, 2, 2\)"),
         (CAUSAL, {"strategy": "heads+ring"}, r"'heads\+ring': expected two dimensions: ranks=\(outer, inner\)"),
         (CAUSAL, {"ranks": (2, 3), "strategy": "heads+ring"}, r"a number of heads that 3 ranks divide, got 8"),
         (

@@ -213,7 +213,15 @@ def test_declarations_of_operands(make: Callable[[], object], match: str) -> Non
         (lambda: Attention(dropout=-0.1), "dropout: expected a number from 0 on and below 1, .* got -0.1"),
         (lambda: Attention(dropout=math.nan), "dropout: expected a number from 0 on and below 1, .* got nan"),
         (lambda: Attention(dropout=True), "dropout: expected a number from 0 on and below 1, .* got True"),
-        (lambda: Attention(dropout="0.1"), "dropout: expected a number from 0 on and below 1, .* got 0.1"),
+        (lambda: Attention(dropout="0.1"), "dropout: expected a number from 0 on and below 1, .* got '0.1'"),
+        (lambda: Attention(dropout=torch.ones(2)), r"dropout: expected a number .*, got a tensor \[2\] of float32"),
+        (
+            lambda: Attention(name=torch.ones(2)),
+            r"name: expected a Python identifier .*, got a tensor \[2\] of float32",
+        ),
+        (lambda: scalar([]), r"expected a Python identifier as a name, got \[\]"),
+        (lambda: tensor({}, 1), "expected a Python identifier as a name, got {}"),
+        (lambda: scalar(torch.tensor(1)), r"expected a Python identifier as a name, got a tensor \[\] of int64"),
         (lambda: Attention(dropout=slopes), "dropout: expected a number from 0 on and below 1"),
         (lambda: Attention(dropout=scalar("n", int)), "dropout: expected a float scalar, got n, an int"),
         (

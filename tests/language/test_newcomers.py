@@ -473,7 +473,7 @@ PROGRAMS = [
     ("weft.Attention(score.masked_fill(kv_pos > q_pos, -1e9))", r"write weft.where\(condition, value, x\), or a mask="),
     ("weft.scalar('window', 4)", r"expected dtype int or float, got 4; its value is given at each call, window=4"),
     ("weft.tensor('m', (4, 4), bool)", r"expected a rank from 0 to 4, got \(4, 4\); the rank is the number of dim"),
-    ("weft.tensor(torch.ones(3), 1)", r"expected a Python identifier as a name, got tensor.*is given at each call"),
+    ("weft.tensor(torch.ones(3), 1)", r"expected a Python identifier as a name, got a tensor.*is given at each call"),
     ("weft.causal", r"weft has no 'causal'.*; it is weft.masks.causal"),
     ("weft.alibi", r"it is weft.scores.alibi"),
     ("weft.min(q_pos, 3)", r"write weft.minimum\(a, b\)"),

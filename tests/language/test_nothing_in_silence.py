@@ -26,6 +26,9 @@ PACKED = weft.Attention(score + bias[head], masks.document(doc), name="packed")
 MLA = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=16, rope=4), name="mla")
 SHAPE = weft.shape(heads=2, q_len=64, head_dim=16)
 
+NESTED = torch.nested.nested_tensor([torch.zeros(2, 8, 16)], layout=torch.jagged)
+META = torch.empty(2, dtype=torch.int32, device="meta")
+
 
 def qkv() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 16)
@@ -60,12 +63,47 @@ def qkv() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         (CAUSAL, {"target": []}, r"causal: target: expected hopper, triton, interpret, cpu or None, got \[\]"),
         (CAUSAL, {"target": "gpu"}, "target: expected one of hopper, triton, interpret, cpu, got 'gpu'"),
         (CAUSAL, {"schedule": []}, "schedule: expected a name, a Schedule or its text, got list"),
+        (CAUSAL, {"form": np.ones(2)}, "causal: form: expected 'expanded' or 'absorbed', got an ndarray|form: uk, uv"),
+        (CAUSAL, {"block_table": NESTED}, "block_table: expected a dense tensor|block_table: expected"),
+        (CAUSAL, {"cu_seqlens_q": META, "cu_seqlens_kv": META}, "cu_seqlens_q: expected a tensor with values, which a"),
         (CAUSAL, {"device": 3}, "hardware: expected one of a100, .* got 3"),
     ],
 )  # fmt: skip
 def test_questions(method: str, variant: weft.Attention, given: Mapping[str, Any], match: str) -> None:
     with pytest.raises(WeftError, match=match):
         getattr(variant, method)(SHAPE, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"batch": torch.zeros(2)}, r"shape: batch: expected a positive int, got a tensor \[2\] of float32"),
+        ({"q_len": None}, "shape: q_len: expected a positive int, got None"),
+        ({"dtype": 3}, "shape: dtype: expected one of bf16, .*, got 3"),
+        ({"kv_dtype": []}, r"shape: kv_dtype: expected one of bf16, .*, got \[\]"),
+    ],
+)
+def test_shapes_that_a_caller_made(given: Mapping[str, Any], match: str) -> None:
+    sizes: dict[str, Any] = {"batch": 1, "heads": 2, "kv_heads": 2, "q_len": 8, "kv_len": 8, "head_dim": 16}
+    with pytest.raises(WeftError, match=match):
+        CAUSAL.plan(weft.Shape(**{**sizes, "value_dim": 16, **given}))
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"algorithm": None}, "Schedule: algorithm: expected .*flash.*, got None"),
+        ({"algorithm": []}, r"Schedule: algorithm: expected .*flash.*, got \[\]"),
+        ({"kernels": None}, "Schedule: kernels: expected a target and a form for each kernel, .*, got None"),
+        (
+            {"kernels": {"flash_forward": 1}},
+            "Schedule: kernels: expected a target and a form .*, got {'flash_forward': 1}",
+        ),
+    ],
+)
+def test_schedules_that_a_caller_made(given: Mapping[str, Any], match: str) -> None:
+    with pytest.raises(WeftError, match=match):
+        weft.Schedule(**{"algorithm": "flash", "kernels": {}, **given})
 
 
 def test_questions_about_no_call() -> None:
@@ -98,6 +136,8 @@ def test_questions_about_no_call() -> None:
         ({"descale": "head"}, "shape: descale: expected None, as nothing is FP8, got 'head'; name kv_dtype='e4m3'"),
         ({"dtype": "e4m3", "descale": "row"}, "descale: expected 'tensor', 'head', 64, 128 or 'token', got 'row'"),
         ({"dtype": "e4m3", "descale": []}, r"descale: expected 'tensor', 'head', 64, 128 or 'token', got \[\]"),
+        ({"dtype": "e4m3", "descale": np.ones(2)}, r"descale: expected 'tensor', .*, got an ndarray \[2\] of float64"),
+        ({"heads": None}, "shape: heads: expected a positive int, got None"),
         ({"kv_dtype": "e4m3", "descale": True}, "descale: expected 'tensor', 'head', 64, 128 or 'token', got True"),
     ],
 )
@@ -151,6 +191,11 @@ def test_pictures(given: Mapping[str, Any], match: str) -> None:
         ({"q_offset": 1.0}, r"q_offset: expected an int or an int32 tensor \[1\], got 1.0"),
         ({"q_offset": [1]}, r"q_offset: expected an int or an int32 tensor \[1\], got \[1\]"),
         ({"q_offset": torch.tensor(1)}, r"got torch.int64 \[\]; pass int\(x\)"),
+        ({"form": np.ones(2)}, r"causal: form: expected 'expanded' or 'absorbed', got an ndarray \[2\] of float64"),
+        ({"out_dtype": np.ones(2)}, "causal: out_dtype: expected torch.bfloat16, .*, got an ndarray"),
+        ({"q_offset": torch.zeros(1).to(torch.float8_e4m3fn)}, "q_offset: expected an int or an int32 tensor"),
+        ({"seed": NESTED}, "causal: seed: expected a dense tensor, got a nested one"),
+        ({"k_descale": NESTED}, "causal: k_descale: expected None, as key is torch.float32"),
         ({"q_offset": torch.tensor([1])}, r"got torch.int64 \[1\]; pass x.to\(torch.int32\)"),
     ],
 )
@@ -169,11 +214,12 @@ def test_options(given: Mapping[str, Any], match: str, prepared: bool) -> None:
         ({"q_offset": 1.5}, "q_offset: expected an int or an int32 tensor"),
         ({"q_offset": True}, "q_offset: expected an int or an int32 tensor"),
         ({"target": "cpu"}, "causal: target: unknown operand or option"),
+        ({"target": "cpu", "query": None}, "causal: target: unknown operand or option"),
     ],
 )
 def test_options_of_the_reference(given: Mapping[str, Any], match: str) -> None:
     with pytest.raises(WeftError, match=match):
-        CAUSAL.reference(*qkv(), **given)
+        CAUSAL.reference(**{**dict(zip(("query", "key", "value"), qkv())), **given})
 
 
 # -- names -------------------------------------------------------------------------------------------------------------

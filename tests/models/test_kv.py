@@ -317,6 +317,15 @@ def test_rows_of_a_dense_cache_are_a_view():
         (lambda: PagedCache(0, **SIZES), "blocks: expected a positive int, got 0"),
         (lambda: PagedCache(4, kv_heads=2, dtype=torch.float32), "head_dim: expected a positive int, got None"),
         (lambda: PagedCache(4, kv_heads=2, head_dim=8, dtype=torch.int8), "dtype: expected one of torch.bfloat16"),
+        (
+            lambda: PagedCache(4, kv_heads=2, head_dim=8, dtype=np.ones(2)),
+            "dtype: expected .*, got an ndarray .2. of float64",
+        ),
+        (lambda: PagedCache(4, **SIZES, scale=np.ones(2)), "scale: expected 'head' or 'token', got an ndarray"),
+        (lambda: PagedCache(4, **SIZES, layers=2**40), r"PagedCache: expected at most 2\*\*45 numbers, got"),
+        (lambda: PagedCache(4, **{**SIZES, "kv_heads": 10**30}), r"PagedCache: expected at most 2\*\*45 numbers"),
+        (lambda: PagedCache(4, **SIZES, page=True), "page: expected a power of two from 1 to 256, got True"),
+        (lambda: PagedCache(4, **SIZES, device=10**30), "device: expected a device, got 1000"),
         (lambda: PagedCache(4, page=1, kv_heads=2, head_dim=8, dtype=[]), "dtype: expected one of torch.bfloat16"),
         (
             lambda: DenseCache(4, 8, kv_heads=2, head_dim=8, dtype=[], scale="head"),
@@ -490,6 +499,11 @@ def test_caches_are_the_same_whatever_torchs_default_device():
     assert torch.equal(found, want)
 
 
+NESTED = torch.nested.nested_tensor([torch.zeros(2, 3, 16)], layout=torch.jagged)
+FREED = torch.zeros(1, 2, 3, 16)
+FREED.untyped_storage().resize_(0)
+
+
 @pytest.mark.parametrize(
     ("misuse", "said"),
     [
@@ -505,8 +519,33 @@ def test_caches_are_the_same_whatever_torchs_default_device():
         (lambda s, a: s.append([a], 3, 3), "append: key: expected a tensor of each layer.*, got int and int"),
         (lambda s, a: s.append([a], rows(1, 3), rows(1, 3), lengths=3), "lengths: expected a list, .*, got 3"),
         (lambda s, a: s.append([a], rows(1, 3), rows(1, 3), tokens=3), "extend: tokens: expected a list of ids"),
+        (lambda s, a: s.append([a], {"k": rows(1, 3)}), "append: key: expected a tensor of each layer.*, got dict"),
+        (lambda s, a: s.append([a], NESTED, NESTED), "append: key: expected a dense tensor, got a nested one"),
+        (lambda s, a: s.append([a], FREED, FREED), "key: expected a tensor with memory"),
+        (
+            lambda s, a: s.extend(torch.tensor(0), [1]),
+            r"extend: expected a list of the ids.*, got a tensor \[\] of int64",
+        ),
+        (lambda s, a: s.extend([True], [1]), "expected the id of a sequence of this cache, got True"),
+        (lambda s, a: s.free(True), "free: expected the id of a sequence of this cache, got True"),
+        (lambda s, a: s.extend([a], np.array([[1]])), "extend: lengths: expected 1 ints from 0 on"),
+        (lambda s, a: s.extend([a], torch.tensor(1)), "got .a tensor .. of int64.; those on a device are not read"),
+        (lambda s, a: s.extend([a], [1], torch.tensor(1)), "extend: tokens: expected a list of ids for each sequence"),
+        (lambda s, a: s.extend([a], [1], packed=np.ones(2)), r"extend: packed: expected True or False, got an ndarray"),
+        (
+            lambda s, a: s.allocate(torch.ones(2)),
+            r"tokens: expected ints in one dimension, got a tensor \[2\] of float32",
+        ),
+        (lambda s, a: s.allocate(torch.ones(2).to_sparse()), "allocate: tokens: expected a dense tensor"),
+        (lambda s, a: s.allocate([True, False]), r"allocate: tokens: expected ints, got \[True, False\]"),
+        (lambda s, a: s.keys(False), "keys: layer: expected 0 to 0, got False"),
+        (lambda s, a: s.fixed_step(10**30, pages=1), r"fixed_step: expected at most 2\*\*30 rows"),
+        (lambda s, a: s.view([a]).attend(0, None, rows(1, 3)), "attend: variant: expected a weft.Attention behind"),
         (lambda s, a: s.fixed_step(1, pages=1).fill(None), "fill: expected a fixed step and one of .*None"),
-        (lambda s, a: s.append([a], rows(1, 3).numpy()), "append: key: expected a tensor of each layer, got|got 1 and"),
+        (
+            lambda s, a: s.append([a], rows(1, 3).numpy()),
+            "append: key: expected a tensor of each layer, .*, got ndarray",
+        ),
     ],
 )
 def test_one_thing_where_a_list_is_expected_is_refused_in_words(misuse, said):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -374,6 +375,10 @@ def test_rows_of_padded_and_packed_sequences_are_those_of_each_alone(make):
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
+NTK = nn.DynamicNtkScaling(2.0, 4)
+ROTATION = nn.Rotary(8)(torch.arange(4))
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -385,14 +390,52 @@ def test_rows_of_padded_and_packed_sequences_are_those_of_each_alone(make):
         (lambda: nn.Attention(48, 4, variant=latent().variant), "got causal_latent; nn.LatentAttention takes it"),
         (lambda: latent(variant=LOCAL), "expected one with latent=, got local without; nn.Attention takes it"),
         (lambda: latent(kv_lora=8, variant=latent().variant), r"expected latent=weft.Latent\(8, 8\), got Latent"),
-        (lambda: nn.Rotary(7), "dim: expected an even int from 2 on, got 7"),
+        (lambda: nn.Rotary(7), "dim: expected an even int from 2 to 65536, got 7"),
         (lambda: nn.Rotary(8, scaling="linear"), "scaling: expected None or one of LinearScaling, NtkScaling"),
         (lambda: nn.Rotary(8, scaling=nn.LinearScaling(0.5)), "factor: expected a number from 1 on, got 0.5"),
         (lambda: nn.Rotary(8, base="1e4"), "base: expected a number above 1, got '1e4'"),
         (lambda: nn.Rotary(8, scaling=nn.LinearScaling("2")), "factor: expected a number from 1 on, got '2'"),
-        (lambda: nn.Rotary(8, scaling=nn.YarnScaling(4.0, 0)), "original_length: expected a positive int, got 0"),
-        (lambda: nn.Rotary(8, scaling=nn.DynamicNtkScaling(4.0, 0)), "original_length: expected a positive int, got 0"),
+        (
+            lambda: nn.Rotary(8, scaling=nn.YarnScaling(4.0, 0)),
+            "length: expected a positive int up to .*, got 0",
+        ),
+        (
+            lambda: nn.Rotary(8, scaling=nn.DynamicNtkScaling(4.0, 0)),
+            "length: expected a positive int up to .*, got 0",
+        ),
         (lambda: nn.Rotary(8, scaling=nn.Llama3Scaling(8.0, 64, 4.0, 4.0)), "expected 0 < low < high, got 4.0 and 4.0"),
+        (lambda: nn.Rotary(10**30), "dim: expected an even int from 2 to 65536, got 1000"),
+        (lambda: nn.Rotary(8, interleaved=1), "interleaved: expected True or False, got 1"),
+        (
+            lambda: nn.Rotary(8, scaling=nn.YarnScaling(4.0, 8, mscale=torch.ones(2))),
+            "mscale: expected a number from 0 on",
+        ),
+        (
+            lambda: nn.Rotary(8)(torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)),
+            "positions: expected a tensor",
+        ),
+        (
+            lambda: nn.Rotary(8, scaling=NTK)(torch.arange(4), "8"),
+            "lengths: expected an int, or a tensor .B. of ints, got '8'",
+        ),
+        (lambda: nn.Rotary(8, scaling=NTK)(torch.arange(4), True), "lengths: expected an int, .*, got True"),
+        (
+            lambda: nn.Rotary(8).rotate(torch.ones(1, 2, 4, 4), ROTATION),
+            "x: expected a tensor .* with 8 columns or more",
+        ),
+        (
+            lambda: nn.Rotary(8).rotate(torch.ones(1, 2, 3, 8), ROTATION),
+            "rotation: expected cosine and sine of the rows",
+        ),
+        (lambda: nn.Attention(10**30, 4, 4, 8), "width: expected a positive int below 2..31, got 1000"),
+        (lambda: nn.Attention(48, 4, bias=np.ones(2)), "bias: expected True or False, got an ndarray"),
+        (lambda: nn.Attention(48, 4, device="gpu"), "device: expected a device such as 'cuda', or None, got 'gpu'"),
+        (lambda: nn.Attention(48, 4, dtype=torch.int32), "dtype: expected one of floats .*, got torch.int32"),
+        (lambda: latent(rope="x"), "rope: expected a weft.nn.Rotary, got 'x'"),
+        (lambda: latent(eps="x"), "eps: expected a number from 0 on, got 'x'"),
+        (lambda: attention()(torch.ones(1, 4, 48), rotation=3), "rotation of these .* got a rotation 3"),
+        (lambda: attention()(torch.ones(1, 4, 48), return_lse=np.ones(2)), "nn: return_lse: a module gives its output"),
+        (lambda: attention().shard(False, True), "ranks that divide 4 heads and a rank below, got False of True"),
         (lambda: nn.Attention(48, 4, head_dim=512), "head_dim: expected at most 256, as calls have it, got 512"),
         (lambda: nn.Attention(48, 4, qk_norm=1), "qk_norm: expected True, False or the eps of the norms, .* got 1"),
         (lambda: nn.Attention(48, 4, layer=-1), "layer: expected the number of a cache's layer, .* got -1"),
