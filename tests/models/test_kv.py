@@ -500,7 +500,7 @@ def test_caches_are_the_same_whatever_torchs_default_device():
 
 
 NESTED = torch.nested.nested_tensor([torch.zeros(2, 3, 16)], layout=torch.jagged)
-FREED = torch.zeros(1, 2, 3, 16)
+FREED = torch.zeros(1, 2, 3, 8)
 FREED.untyped_storage().resize_(0)
 
 
