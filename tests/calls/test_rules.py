@@ -243,6 +243,7 @@ BROKEN: dict[str, tuple[str, Callable[[Drawn], Any]]] = {
     "dim of a cache": ("cache", lambda d: d.latent(cache=d.cache[..., 1:])),
     "batch of a cache": ("cache", lambda d: d.latent(cache=d.cache[:1])),
     "one projection": ("uk", lambda d: d.latent(uk=None)),
+    "a value beside a cache": ("value", lambda d: LATENT.reference(d.query, d.cache, d.cache)),
     "no scale": ("scale", lambda d: LATENT(torch.randn(d.batch, d.heads, d.rows, 40), d.cache)),
     "dim of a latent query": ("query", lambda d: SCALED(d.latent_query, d.cache)),
     "no nope": ("query", lambda d: d.latent(query=d.latent_query[..., :8])),
