@@ -259,7 +259,7 @@ class _Sharded(Cache):
         name = type(self).__name__
         if not dist.is_available() or not dist.is_initialized():
             raise UnavailableError(f"{name}: torch.distributed is not initialised; call init_process_group first")
-        if agree not in (True, False, "steps"):
+        if not isinstance(agree, bool) and not (isinstance(agree, str) and agree == "steps"):
             raise WeftError(f"{name}: agree: expected True, 'steps' or False, got {shown(agree)}")
         if heads is None and sequence is None:
             raise WeftError(f"{name}: expected heads=, sequence= or both: the ranks that divide the one or the other")

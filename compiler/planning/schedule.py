@@ -29,8 +29,7 @@ class Choice(NamedTuple):
 
 
 def _is_choice(kernel: object, choice: object) -> bool:
-    is_pair = isinstance(choice, tuple) and len(choice) == 2
-    return isinstance(kernel, str) and is_pair and isinstance(choice[0], str) and isinstance(choice[1], Form)  # type: ignore[index]
+    return isinstance(kernel, str) and isinstance(choice, tuple) and len(choice) == 2 and isinstance(choice[0], str)
 
 
 @dataclass(frozen=True, eq=False)
