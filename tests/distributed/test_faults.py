@@ -104,7 +104,7 @@ def _calls(here: Rank) -> None:
     for wrong, call in (
         ("rows: of: expected 'queries' or 'keys', got 'both'", lambda: cp.rows(plan, of="both")),
         ("shard: expected a tensor with a dimension 9, got [1, 3, 8, 8]", lambda: cp.shard(q, plan, dim=9)),
-        ("shard: expected a tensor with a dimension 2, got NoneType", lambda: cp.shard(None, plan)),  # type: ignore[arg-type]
+        ("shard: tensor: expected a tensor, got NoneType", lambda: cp.shard(None, plan)),  # type: ignore[arg-type]
         ("shard: plan: expected a ShardPlan, as cp.plan makes it, got NoneType", lambda: cp.shard(q, None)),  # type: ignore[arg-type]
     ):
         here.told(wrong, call)
