@@ -58,8 +58,9 @@ def _given_problems(name: str, descale: object, sizes: tuple[object, object]) ->
     if problems := known_memory_problems({name: found}):
         return [str(problem) for problem in problems]
     held = torch.as_tensor(descale, dtype=torch.float32, device=found.device)  # as kernels read it
-    if not bool(((held > 0) & held.isfinite()).all()):
-        return [f"{name}: expected positive numbers that float32 holds, got {shown(descale)}"]
+    wrong = found[~((held > 0) & held.isfinite())]
+    if wrong.numel():
+        return [f"{name}: expected positive numbers that float32 holds, got {wrong[0].item()}"]
     return []
 
 
