@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
+from ....compiler.planning import quantities as of
 from ....compiler.planning.kernel import DESCALES, Kernel, KernelId
-from ....compiler.planning.quantities import (
-    RUNNING,
-    Sizes,
-    five_products_flops,
-    flash_forward_read,
-    flash_forward_written,
-    forward_exps,
-    forward_flops,
-    key_value_bytes,
-    key_value_gradient_bytes,
-    keys_again,
-    output_bytes,
-    query_bytes,
-    query_programs,
-    row_bytes,
-    score_count,
-)
+from ....compiler.planning.quantities import RUNNING, Sizes
 from ....compiler.planning.records import Stage
 from ....compiler.planning.stage_words import EACH_KV, EACH_Q, SINK_SUMS, Tiles, computes, dscore, error_of_delta
 
@@ -34,13 +19,13 @@ def key_value_sums(x: Sizes) -> float:
 
 def cpu_backward_read(x: Sizes) -> float:
     """Q, O, dO and the statistics once; K, V and the sums of their gradients at every visit."""
-    rows = query_bytes(x) + 2 * output_bytes(x) + row_bytes(x)
-    return rows + keys_again(x) * (key_value_bytes(x) + key_value_sums(x))
+    rows = of.query_bytes(x) + 2 * of.output_bytes(x) + of.row_bytes(x)
+    return rows + of.keys_again(x) * (of.key_value_bytes(x) + key_value_sums(x))
 
 
 def cpu_backward_written(x: Sizes) -> float:
     """dQ once; the sums at every visit, then dK and dV from them."""
-    return query_bytes(x) + keys_again(x) * key_value_sums(x) + key_value_gradient_bytes(x)
+    return of.query_bytes(x) + of.keys_again(x) * key_value_sums(x) + of.key_value_gradient_bytes(x)
 
 
 def _forward_stages(t: Tiles) -> list[Stage]:
@@ -107,12 +92,12 @@ def _cpu_score(t: Tiles) -> str:
 
 
 FLASH_FORWARD = Kernel(
-    KernelId("cpu", "flash_forward"), "forward", "forward", "kv", _OVER_KEYS, _forward_stages, programs=query_programs,
-    read=flash_forward_read, written=flash_forward_written, flops=forward_flops, exps=forward_exps, weighs=True,
-    options=DESCALES,
+    KernelId("cpu", "flash_forward"), "forward", "forward", "kv", _OVER_KEYS, _forward_stages,
+    programs=of.query_programs, read=of.flash_forward_read, written=of.flash_forward_written, flops=of.forward_flops,
+    exps=of.forward_exps, weighs=True, options=DESCALES,
 )  # fmt: skip
 FLASH_BACKWARD = Kernel(
     KernelId("cpu", "flash_backward"), "backward", "backward_q", "kv", _OVER_KEYS, _backward_stages,
-    programs=query_programs, read=cpu_backward_read, written=cpu_backward_written, flops=five_products_flops,
-    exps=score_count, weighs=True,
+    programs=of.query_programs, read=cpu_backward_read, written=cpu_backward_written, flops=of.five_products_flops,
+    exps=of.score_count, weighs=True,
 )  # fmt: skip

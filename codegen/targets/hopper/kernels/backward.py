@@ -8,19 +8,10 @@ from __future__ import annotations
 from functools import partial
 
 from .....compiler.analysis.tiles.results import Traits
+from .....compiler.planning import quantities as of
 from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import QUERIES_AGAIN, Kernel, KernelId
-from .....compiler.planning.quantities import (
-    RUNNING,
-    Sizes,
-    five_products_flops,
-    flash_dkey_dvalue_flops,
-    flash_dkey_dvalue_read,
-    key_programs,
-    key_value_gradient_bytes,
-    queries_again,
-    score_count,
-)
+from .....compiler.planning.quantities import RUNNING, Sizes
 from .....compiler.planning.records import Stage
 from .....compiler.planning.signature import Widths
 from .....compiler.planning.stage_words import (
@@ -55,7 +46,7 @@ def sums_of_dquery(x: Sizes) -> float:
 
 def _written(x: Sizes) -> float:
     """dK and dV once; additions to the sums of dQ at every visit."""
-    return key_value_gradient_bytes(x) + queries_again(x) * sums_of_dquery(x)
+    return of.key_value_gradient_bytes(x) + of.queries_again(x) * sums_of_dquery(x)
 
 
 # -- the program -------------------------------------------------------------------------------------------------------
@@ -289,11 +280,11 @@ def _too_few_registers(form: HopperBackwardForm, widths: Widths) -> str | None:
 def _one_pass(variant: str = "", stores_first: bool = False) -> Kernel:
     return Kernel(
         KernelId("hopper", "flash_backward", variant), "backward", "backward_kv", "q", OVER_QUERIES,
-        partial(_stages, one_pass=True, stores_first=stores_first), programs=key_programs, read=flash_dkey_dvalue_read,
-        written=_written, program=declared(program, one_pass=True),
-        refuses=_one_pass_refuses, flops=five_products_flops,
-        exps=score_count, again=QUERIES_AGAIN, weighs=True, visits_measured=True, lists=("q", "kv"), sums_levels=True,
-        has_level_loop=True, drop_work=10.0, features=OF_A_BACKWARD,
+        partial(_stages, one_pass=True, stores_first=stores_first), programs=of.key_programs,
+        read=of.flash_dkey_dvalue_read, written=_written, program=declared(program, one_pass=True),
+        refuses=_one_pass_refuses, flops=of.five_products_flops, exps=of.score_count, again=QUERIES_AGAIN, weighs=True,
+        visits_measured=True, lists=("q", "kv"), sums_levels=True, has_level_loop=True, drop_work=10.0,
+        features=OF_A_BACKWARD,
     )  # fmt: skip
 
 
@@ -301,8 +292,8 @@ FLASH_BACKWARD = _one_pass()
 FIRST_STORED_BACKWARD = _one_pass("first stored", stores_first=True)  # a head's first shares of dQ are stored
 FLASH_DKEY_DVALUE = Kernel(
     KernelId("hopper", "flash_dkey_dvalue"), "backward", "backward_kv", "q", OVER_QUERIES, _stages,
-    programs=key_programs, read=flash_dkey_dvalue_read, written=key_value_gradient_bytes,
-    program=declared(program, one_pass=False), refuses=_keys_refuse, flops=flash_dkey_dvalue_flops, exps=score_count,
-    again=QUERIES_AGAIN, weighs=True, visits_measured=True, lists=("kv",), sums_levels=True, has_level_loop=True,
-    drop_work=10.0, features=OF_A_BACKWARD,
+    programs=of.key_programs, read=of.flash_dkey_dvalue_read, written=of.key_value_gradient_bytes,
+    program=declared(program, one_pass=False), refuses=_keys_refuse, flops=of.flash_dkey_dvalue_flops,
+    exps=of.score_count, again=QUERIES_AGAIN, weighs=True, visits_measured=True, lists=("kv",), sums_levels=True,
+    has_level_loop=True, drop_work=10.0, features=OF_A_BACKWARD,
 )  # fmt: skip

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from .....compiler.analysis.tiles.results import Traits
+from .....compiler.planning import quantities as of
 from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import Kernel, KernelId
-from .....compiler.planning.quantities import (
-    flash_dquery_flops,
-    flash_dquery_read,
-    query_bytes,
-    query_programs,
-    score_count,
-)
 from .....compiler.planning.records import Stage
 from .....compiler.planning.signature import Widths
 from .....compiler.planning.stage_words import (
@@ -102,8 +96,8 @@ def _refuses(form: Form, widths: Widths, traits: Traits) -> str | None:
 
 
 FLASH_DQUERY = Kernel(
-    KernelId("hopper", "flash_dquery"), "backward", "backward_q", "kv", OVER_KEYS, _stages, programs=query_programs,
-    read=flash_dquery_read, written=query_bytes, program=declared(program), refuses=_refuses,
-    flops=flash_dquery_flops, exps=score_count,
+    KernelId("hopper", "flash_dquery"), "backward", "backward_q", "kv", OVER_KEYS, _stages, programs=of.query_programs,
+    read=of.flash_dquery_read, written=of.query_bytes, program=declared(program), refuses=_refuses,
+    flops=of.flash_dquery_flops, exps=of.score_count,
     weighs=True, visits_measured=True, lists=("q",), features=(*OF_A_BACKWARD, *SUMS_OF_QUERIES),
 )  # fmt: skip

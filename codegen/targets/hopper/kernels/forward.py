@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from .....compiler.analysis.tiles.results import Traits
+from .....compiler.planning import quantities as of
 from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import DESCALES, Kernel, KernelId
-from .....compiler.planning.quantities import (
-    Sizes,
-    flash_forward_read,
-    flash_forward_written,
-    forward_exps,
-    forward_flops,
-    query_programs,
-    value_bytes,
-)
+from .....compiler.planning.quantities import Sizes
 from .....compiler.planning.records import Stage
 from .....compiler.planning.signature import Widths
 from .....compiler.planning.stage_words import AHEAD, EACH_KV, EACH_Q, ONCE, Tiles, computes, loads
@@ -186,9 +179,9 @@ def _refuses_fp8(form: HopperForm) -> str | None:
 
 
 FLASH_FORWARD = Kernel(
-    KernelId("hopper", "flash_forward"), "forward", "forward", "kv", OVER_KEYS, _stages, programs=query_programs,
-    read=flash_forward_read, written=flash_forward_written, program=declared(program), refuses=_refuses,
-    flops=forward_flops, exps=forward_exps,
+    KernelId("hopper", "flash_forward"), "forward", "forward", "kv", OVER_KEYS, _stages, programs=of.query_programs,
+    read=of.flash_forward_read, written=of.flash_forward_written, program=declared(program), refuses=_refuses,
+    flops=of.forward_flops, exps=of.forward_exps,
     weighs=True, visits_measured=True, lists=("q",), options=DESCALES,
 )  # fmt: skip
 
@@ -216,5 +209,5 @@ def _turning_stages(t: Tiles) -> list[Stage]:
 
 TURN_VALUES = Kernel(
     KernelId("hopper", "turn_values"), "forward", "forward", "kv", OVER_KEYS, _turning_stages,
-    programs=_turned_programs, read=value_bytes, written=value_bytes, follows=FLASH_FORWARD.name, visits="none",
+    programs=_turned_programs, read=of.value_bytes, written=of.value_bytes, follows=FLASH_FORWARD.name, visits="none",
 )  # fmt: skip

@@ -5,22 +5,8 @@ One pass owns queries and sums dQ, the other owns keys and sums dK and dV: every
 
 from __future__ import annotations
 
+from .....compiler.planning import quantities as of
 from .....compiler.planning.kernel import QUERIES_AGAIN, Kernel, KernelId
-from .....compiler.planning.quantities import (
-    flash_dkey_dvalue_flops,
-    flash_dkey_dvalue_read,
-    flash_dkey_dvalue_sram,
-    flash_dquery_flops,
-    flash_dquery_read,
-    flash_dquery_sram,
-    key_programs,
-    key_value_gradient_bytes,
-    query_bytes,
-    query_programs,
-    score_count,
-    statistics_read,
-    statistics_written,
-)
 from .....compiler.planning.records import Stage
 from .....compiler.planning.stage_words import (
     AHEAD,
@@ -132,20 +118,20 @@ def dkey_dvalue_registers(block_q: int, block_kv: int, qk_columns: int, v_column
 
 ROW_STATISTICS = Kernel(
     KernelId("triton", "row_statistics"), "backward", "backward_q", "kv", ROWS, statistics_stages,
-    programs=query_programs, read=statistics_read, written=statistics_written, visits="none",
+    programs=of.query_programs, read=of.statistics_read, written=of.statistics_written, visits="none",
     features=OF_A_BACKWARD,
 )  # fmt: skip
 FLASH_DQUERY = Kernel(
     KernelId("triton", "flash_dquery"), "backward", "backward_q", "kv", OVER_KEYS, _flash_dquery,
-    programs=query_programs, read=flash_dquery_read, written=query_bytes, sram=flash_dquery_sram,
-    flops=flash_dquery_flops, exps=score_count, registers=dquery_registers, weighs=True, sums_levels=True,
+    programs=of.query_programs, read=of.flash_dquery_read, written=of.query_bytes, sram=of.flash_dquery_sram,
+    flops=of.flash_dquery_flops, exps=of.score_count, registers=dquery_registers, weighs=True, sums_levels=True,
     has_level_loop=True, visits_measured=True, lists=("q",), features=(*OF_A_BACKWARD, *SUMS_OF_QUERIES),
 )  # fmt: skip
 FLASH_DKEY_DVALUE = Kernel(
     KernelId("triton", "flash_dkey_dvalue"), "backward", "backward_kv", "q", OVER_QUERIES, _flash_dkey_dvalue,
-    programs=key_programs, read=flash_dkey_dvalue_read, written=key_value_gradient_bytes, sram=flash_dkey_dvalue_sram,
-    flops=flash_dkey_dvalue_flops, exps=score_count, again=QUERIES_AGAIN, registers=dkey_dvalue_registers, weighs=True,
-    has_level_loop=True, drop_work=27.0, visits_measured=True, lists=("kv",),
-    features=(*OF_A_BACKWARD, *SUMS_OF_KEYS),
+    programs=of.key_programs, read=of.flash_dkey_dvalue_read, written=of.key_value_gradient_bytes,
+    sram=of.flash_dkey_dvalue_sram, flops=of.flash_dkey_dvalue_flops, exps=of.score_count, again=QUERIES_AGAIN,
+    registers=dkey_dvalue_registers, weighs=True, has_level_loop=True, drop_work=27.0, visits_measured=True,
+    lists=("kv",), features=(*OF_A_BACKWARD, *SUMS_OF_KEYS),
 )  # fmt: skip
 DQUERY = FLASH_DQUERY.name

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
+from .....compiler.planning import quantities as of
 from .....compiler.planning.kernel import DESCALES, Kernel, KernelId
-from .....compiler.planning.quantities import (
-    flash_forward_read,
-    flash_forward_sram,
-    flash_forward_written,
-    forward_exps,
-    forward_flops,
-    query_programs,
-)
 from .....compiler.planning.records import Stage
 from .....compiler.planning.stage_words import AHEAD, EACH_KV, ONCE, Tiles, computes, keeps, loads, stores
 from ..features import DISTANCES, DROPOUT, QUANTIZED, SINK
@@ -40,7 +33,7 @@ def forward_stages(t: Tiles) -> list[Stage]:
 
 FLASH_FORWARD = Kernel(
     KernelId("triton", "flash_forward"), "forward", "forward", "kv", OVER_KEYS, forward_stages,
-    programs=query_programs, read=flash_forward_read, written=flash_forward_written, sram=flash_forward_sram,
-    flops=forward_flops, exps=forward_exps, registers=forward_registers, weighs=True,
+    programs=of.query_programs, read=of.flash_forward_read, written=of.flash_forward_written,
+    sram=of.flash_forward_sram, flops=of.forward_flops, exps=of.forward_exps, registers=forward_registers, weighs=True,
     visits_measured=True, lists=("q",), features=(DISTANCES, SINK, QUANTIZED, DROPOUT), options=DESCALES,
 )  # fmt: skip

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
+from .....compiler.planning import quantities as of
 from .....compiler.planning.gradient_sums import DIAGONAL_PARTS
 from .....compiler.planning.kernel import Kernel, KernelId
-from .....compiler.planning.quantities import (
-    ROW_STATISTIC,
-    RUNNING,
-    Sizes,
-    key_value_bytes,
-    keys_again,
-    output_bytes,
-    pair_programs,
-    queries_again,
-    query_bytes,
-    row_bytes,
-    score_count,
-)
+from .....compiler.planning.quantities import ROW_STATISTIC, RUNNING, Sizes
 from .....compiler.planning.records import Stage
 from .....compiler.planning.stage_words import AHEAD, Tiles, computes, keeps, loads, stores, weights_text
 from ..features import OF_A_BACKWARD
@@ -30,8 +19,8 @@ def pair_sums_sram(x: Sizes) -> float:
 
 def pair_sums_read(x: Sizes) -> float:
     """Everything at every visit: what programs that run together share comes from L2."""
-    rows = query_bytes(x) + output_bytes(x) + 2 * row_bytes(x)
-    return queries_again(x) * rows + keys_again(x) * key_value_bytes(x)
+    rows = of.query_bytes(x) + of.output_bytes(x) + 2 * of.row_bytes(x)
+    return of.queries_again(x) * rows + of.keys_again(x) * of.key_value_bytes(x)
 
 
 def diagonal_sums_written(x: Sizes) -> float:
@@ -41,7 +30,7 @@ def diagonal_sums_written(x: Sizes) -> float:
 
 def pair_sums_flops(x: Sizes) -> float:
     """S = Q K^T, dP = dO V^T."""
-    return 2 * score_count(x) * (x.C + x.Cv)
+    return 2 * of.score_count(x) * (x.C + x.Cv)
 
 
 def _registers(block_q: int, block_kv: int, qk_columns: int, v_columns: int) -> float:
@@ -72,15 +61,15 @@ FLASH_DPAIRS = Kernel(
     KernelId("triton", "flash_dpairs"), "backward", "backward_q", "kv",
     "the heads that read what its tile of pairs reads",
     lambda t: _pair_sums(t, "head", "sums of the tile, to the entries that were read"),
-    programs=pair_programs, read=pair_sums_read,
+    programs=of.pair_programs, read=pair_sums_read,
     # of each pair of visited tiles at most: what is shared by heads is written once
-    written=lambda x: RUNNING * score_count(x), sram=pair_sums_sram, flops=pair_sums_flops, exps=score_count,
+    written=lambda x: RUNNING * of.score_count(x), sram=pair_sums_sram, flops=pair_sums_flops, exps=of.score_count,
     registers=_registers, weighs=True, has_level_loop=True, features=OF_A_BACKWARD,
 )  # fmt: skip
 FLASH_DDIAGONALS = Kernel(
     KernelId("triton", "flash_ddiagonals"), "backward", "backward_q", "kv", "the tiles of its diagonal",
     _flash_ddiagonals, programs=lambda x: DIAGONAL_PARTS * x.B * x.Hq * (x.nq + x.nkv - 1), read=pair_sums_read,
-    written=diagonal_sums_written, sram=pair_sums_sram, flops=pair_sums_flops, exps=score_count,
+    written=diagonal_sums_written, sram=pair_sums_sram, flops=pair_sums_flops, exps=of.score_count,
     registers=_registers, weighs=True, visits="uneven",
     longest=lambda x: min(x.nq, x.nkv) / DIAGONAL_PARTS,  # most have no tile, those in the middle have all of theirs
     is_lent=True, features=OF_A_BACKWARD,

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
+from .....compiler.planning import quantities as of
 from .....compiler.planning.kernel import DESCALES, Kernel, KernelId
-from .....compiler.planning.quantities import (
-    ROW_STATISTIC,
-    Sizes,
-    flash_forward_read,
-    flash_forward_sram,
-    forward_exps,
-    forward_flops,
-    output_bytes,
-    row_bytes,
-)
+from .....compiler.planning.quantities import ROW_STATISTIC, Sizes
 from .....compiler.planning.records import Stage
 from .....compiler.planning.stage_words import ONCE, Tiles, columns, computes, loads, stores
 from ..features import QUANTIZED, SINK
@@ -30,7 +22,7 @@ def parts_bytes(x: Sizes) -> float:
 
 
 def split_written(x: Sizes) -> float:
-    return parts_bytes(x) + (1 - x.joined) * (output_bytes(x) + row_bytes(x))
+    return parts_bytes(x) + (1 - x.joined) * (of.output_bytes(x) + of.row_bytes(x))
 
 
 def _split_forward(t: Tiles) -> list[Stage]:
@@ -55,9 +47,9 @@ def join_stages(t: Tiles) -> list[Stage]:
 
 SPLIT_FORWARD = Kernel(
     KernelId("triton", "split_forward"), "forward", "forward", "kv", "its part of the key tiles that its rows see",
-    _split_forward, programs=split_programs, read=flash_forward_read, written=split_written, sram=flash_forward_sram,
-    flops=forward_flops, exps=forward_exps, registers=forward_registers, weighs=True, visits_measured=True,
-    divides=True, is_optional=True, features=(SINK, QUANTIZED), options=DESCALES,
+    _split_forward, programs=split_programs, read=of.flash_forward_read, written=split_written,
+    sram=of.flash_forward_sram, flops=of.forward_flops, exps=of.forward_exps, registers=forward_registers, weighs=True,
+    visits_measured=True, divides=True, is_optional=True, features=(SINK, QUANTIZED), options=DESCALES,
 )  # fmt: skip
 
 
@@ -66,7 +58,7 @@ def joining(divider: Kernel) -> Kernel:
     return Kernel(
         KernelId(divider.id.family, "join_parts"), "forward", "forward", "kv", "the parts of its row", join_stages,
         programs=lambda x: x.joined * x.B * x.Hq * x.L, read=parts_bytes,  # a row, where there is something to join
-        written=lambda x: x.joined * (output_bytes(x) + row_bytes(x)), follows=divider.name, visits="none",
+        written=lambda x: x.joined * (of.output_bytes(x) + of.row_bytes(x)), follows=divider.name, visits="none",
         joins=divider, is_optional=True, features=(SINK,),
     )  # fmt: skip
 
