@@ -153,11 +153,8 @@ def is_surely_negative(number: int) -> bool:
     return guard_or_false(number < 0)
 
 
-def _never_known() -> int:
-    return 1  # as if something watched: the way through torch's dispatcher is always right
-
-
-_dispatch_modes: Callable[[], int] = _found("_C._len_torch_dispatch_stack", _never_known)
+# where it is not found, as if something watched: the way through torch's dispatcher is always right
+_dispatch_modes: Callable[[], int] = _found("_C._len_torch_dispatch_stack", lambda: 1)
 _function_mode: Callable[[], bool] = _found("_C._is_torch_function_mode_enabled", lambda: False)
 _transform: Callable[[], object] = _found("_C._functorch.peek_interpreter_stack", lambda: None)
 _tracer: Callable[[], object] = _found("_C._get_tracing_state", lambda: None)

@@ -153,7 +153,8 @@ def described(value: object) -> str:
             "x[weft.head], and give it at each call, x=torch.tensor([...])"
         )
     if callable(value):
-        return f"{type(value).__name__}; {_function_hint(value)}"
+        hint = _of_the_library(value) or "write the expression that it computes"
+        return f"{type(value).__name__}; {hint}"
     return type(value).__name__
 
 
@@ -252,10 +253,6 @@ def _call_hint(field: str, function: Any, symbols: Mapping[str, Any]) -> str:
         f"expected an expression, got a function; write what it gives for ({', '.join(arguments)}), which are symbols "
         f"of weft: {field}={text}"
     )
-
-
-def _function_hint(function: object) -> str:
-    return _of_the_library(function) or "write the expression that it computes"
 
 
 def _of_the_library(function: Any) -> str | None:

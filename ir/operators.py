@@ -140,10 +140,6 @@ def _product_range(x: Range, y: Range) -> Range:
     return min(products), max(products)
 
 
-def _either_range(condition: Range, x: Range, y: Range) -> Range:
-    return min(x[0], y[0]), max(x[1], y[1])
-
-
 def _quotient_range(x: Range, y: Range) -> Range:
     divisors = [d for d in (*y, -1, 1) if d and y[0] <= d <= y[1]]
     quotients = [a // d for a in x for d in divisors] or [0]
@@ -220,10 +216,6 @@ def sine(x, quarters):
 LARGEST_FLOOR = 2**30 - 64  # a float32; ints that are made of floats stay within it, so that a sum of two has 32 bits
 
 
-def _bounded(x: Number) -> Number:
-    return min(max(x, -LARGEST_FLOOR), LARGEST_FLOOR)
-
-
 # -- the table --------------------------------------------------------------------------------------------------------
 _ONE, _TWO = ("x",), ("a", "b")
 OPERATORS: dict[str, Operator] = {
@@ -265,8 +257,8 @@ OPERATORS: dict[str, Operator] = {
             "where", ("condition", "a", "b"), "any", "same", lambda c, a, b: a if c else b, "where", STRUCTURAL,
             doc="`a` where the condition holds, else `b`. The derivative flows into the branch taken.\n\n"
                 ">>> weft.where(weft.kv_pos < 4, 0.0, weft.score)\nwhere(kv_pos < 4, 0.0, score)",
-            chooses=True, int_range=_either_range, gpu="{m}.where({0}, {1}, {2})", tile="torch.where({0}, {1}, {2})",
-            number="({1} if {0} else {2})",
+            chooses=True, int_range=lambda condition, x, y: (min(x[0], y[0]), max(x[1], y[1])),
+            gpu="{m}.where({0}, {1}, {2})", tile="torch.where({0}, {1}, {2})", number="({1} if {0} else {2})",
         ),
         Operator(
             "minimum", _TWO, "number", "same", min, "minimum", STRUCTURAL,
@@ -290,7 +282,7 @@ OPERATORS: dict[str, Operator] = {
             gpu="{m}.abs({0})", tile="abs({0})", number="abs({0})",
         ),
         Operator(
-            "floor", _ONE, "number", "int", lambda x: math.floor(_bounded(x)), "floor",
+            "floor", _ONE, "number", "int", lambda x: math.floor(min(max(x, -LARGEST_FLOOR), LARGEST_FLOOR)), "floor",
             doc="The largest int not above x: an int, so that it can index a tensor; within 2**30 of 0.",
             gpu=f"{{m}}.floor({{m}}.minimum({{m}}.maximum({{0}}, -{LARGEST_FLOOR}.0), {LARGEST_FLOOR}.0))"
                 ".to({m}.int32)",

@@ -207,7 +207,9 @@ def _node(tree: ast.expr, operands: Mapping[str, Declared]) -> Operand:
             return call(_UNARY[type(op)], _node(operand, operands))
         case ast.Attribute(ast.Name(id="weft"), name) if name in SYMBOLS:
             return symbol(name)
-        case ast.Call(ast.Name(id=name) | ast.Attribute(ast.Name(id="weft"), name), args, []) if _is_function(name):
+        case ast.Call(ast.Name(id=name) | ast.Attribute(ast.Name(id="weft"), name), args, []) if (
+            name in OPERATORS and OPERATORS[name].is_function
+        ):
             return call(name, *(_node(a, operands) for a in args))
         case ast.Subscript(ast.Name(id=name), index) if isinstance(operands.get(name), TensorOperand):
             parts = index.elts if isinstance(index, ast.Tuple) else [index]
@@ -227,7 +229,3 @@ def _node(tree: ast.expr, operands: Mapping[str, Declared]) -> Operand:
 
 def _joins_bits(tree: ast.expr) -> bool:
     return isinstance(tree, ast.BinOp) and isinstance(tree.op, (ast.BitAnd, ast.BitOr, ast.BitXor))
-
-
-def _is_function(name: str) -> bool:
-    return name in OPERATORS and OPERATORS[name].is_function

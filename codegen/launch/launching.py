@@ -293,12 +293,9 @@ def counter(device: int) -> torch.Tensor:
     found = _counters.get((device, stream))
     if found is None or torch.cuda.is_current_stream_capturing():
         fresh = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
-        if torch.cuda.is_current_stream_capturing() or not _is_of_torch(device, stream):
+        # of a stream that is not torch's own the id is its handle
+        is_of_torch = stream == 0 or torch.cuda.current_stream(device).stream_id != stream
+        if torch.cuda.is_current_stream_capturing() or not is_of_torch:
             return fresh
         found = _counters[device, stream] = fresh
     return found
-
-
-def _is_of_torch(device: int, stream: int) -> bool:
-    """Whether a stream is the default one or of torch's pool; the id of any other stream is its handle."""
-    return stream == 0 or torch.cuda.current_stream(device).stream_id != stream

@@ -201,11 +201,6 @@ def read_by(kernel: Kernel, form: Form) -> Formula:
 
 
 # -- the model of the machine ----------------------------------------------------------------------------------------
-def programs_at_once(kernel: Kernel, form: Form, sram: float, hardware: Hardware, parts: Segments) -> int:
-    """Programs that the machine runs at the same time."""
-    return hardware.sms * (1 if hardware.kind == "cpu" else form.programs_per_sm(kernel, parts, sram, hardware))
-
-
 def of_sequences(x: Sizes, packed: int) -> Sizes:
     """Rows of so many packed sequences as those of a batch: of equal ones, since lengths differ from call to call.
 
@@ -272,7 +267,7 @@ def cost_of(
         form = form.of_rows(shape.group * shape.q_len)
     once = sizes_of(kernel, form, shape, hardware, parts, tiles.visited, traits)
     sram = form.sram(kernel, parts, traits)(once) + pair_bytes(kernel, form, once, traits, hardware)
-    at_once = programs_at_once(kernel, form, sram, hardware, parts)
+    at_once = hardware.sms * (1 if hardware.kind == "cpu" else form.programs_per_sm(kernel, parts, sram, hardware))
     if kernel.shares_keys:
         if kernel.divides:
             at_once = hardware.sms * split_programs_per_sm(kernel, form, once, hardware, parts)

@@ -475,12 +475,8 @@ def _has_level_steps(kernel: KernelPlan) -> bool:
 def _letters_text(kernel: KernelPlan, formulas: str) -> str:
     """Values of the letters that the formulas have and that are no sizes of the call, nor the number of tiles."""
     read = set(re.findall(r"[A-Za-z]+", formulas)) | ({"bq", "bkv", "nq", "nkv"} if _has_tiles(kernel) else set())
-    values = kernel.letters.items()
-    return ", ".join(f"{name} {_letter_text(value)}" for name, value in values if name in read and name != "n")
-
-
-def _letter_text(value: float) -> str:
-    return f"{value:.0f}" if value >= 1e6 else f"{value:.6g}"
+    values = {name: value for name, value in kernel.letters.items() if name in read and name != "n"}
+    return ", ".join(f"{name} {value:{'.0f' if value >= 1e6 else '.6g'}}" for name, value in values.items())
 
 
 # -- numbers as text -------------------------------------------------------------------------------------------------

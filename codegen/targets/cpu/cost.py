@@ -67,15 +67,11 @@ def torch_cost(
     return TorchCost(sizes, times_of(kernel, sizes, speed, hardware, machine.busy, work), speed, work)
 
 
-def library_of(form: CpuForm) -> Library:
-    return "onednn" if form.one_dnn else "torch"
-
-
 def speed_of(form: CpuForm, x: Sizes, working_set: float, hardware: Hardware, dtype: str) -> CpuSpeed:
     """x: the letters of with_joined."""
     rates = hardware.cpu
     assert rates is not None
-    library = "torch" if is_short(form, x) else library_of(form)
+    library: Library = "onednn" if form.one_dnn and not is_short(form, x) else "torch"
     return CpuSpeed(
         library=library,
         products=_products(library, x, rates) * dtype_named(dtype).rate,

@@ -111,7 +111,7 @@ def _bounds(mask: Expr, axis: Axis) -> Bounds:
     solver = _Solver(axis, _checked(mask, axis))
     terms = _absorbed(solver.terms(mask, True))
     intervals = _intervals(terms, solver)
-    if len(terms) > 1 and any(_reads_other(t) for t in terms):
+    if len(terms) > 1 and any(literal.kind.startswith("other") for term in terms for literal in term.literals):
         intervals = _with_complement(intervals, mask, axis)
     if len(intervals) > MAX_INTERVALS:
         solver.notes.append(_HULL)
@@ -256,7 +256,7 @@ class _Solver:
         atom, factor, rest = isolated
         upper = True
         if factor.value is None and not is_positive(factor.expr):
-            if _reads_negative(factor):
+            if all(coefficient < 0 for coefficient, _ in factor.terms.values()):  # it is written `-stride`
                 factor, upper = factor.scaled(-1), False
             assume = _with(assume, factor.expr)
         elif factor.value is not None and factor.value < 0:
@@ -350,17 +350,12 @@ def _divisors(node: Expr) -> tuple[Expr, ...] | None:
     return found
 
 
-def _units(gap: Sum, position: str) -> dict[str, Expr]:
-    """The different factors that contain the position."""
-    return {f.text: f for _, factors in gap.terms.values() for f in factors if position in symbols(f)}
-
-
 def _isolated(gap: Sum, position: str) -> tuple[Expr, Sum, Sum] | None:
     """gap = factor * atom + rest with the position in the atom alone, and a factor without positions."""
-    units = _units(gap, position)
-    if len(units) != 1:
+    atoms = {f.text: f for _, factors in gap.terms.values() for f in factors if position in symbols(f)}
+    if len(atoms) != 1:
         return None
-    ((text, atom),) = units.items()
+    ((text, atom),) = atoms.items()
     inside = {k: t for k, t in gap.terms.items() if text in k}
     factor: dict[tuple[str, ...], tuple[int, tuple[Expr, ...]]] = {}
     for coefficient, factors in inside.values():
@@ -378,11 +373,6 @@ def _solvable(gap: Sum, position: str) -> bool:
         return True
     isolated = _isolated(gap, position)
     return isolated is not None and not (isinstance(isolated[0], Call) and isolated[0].op == "mod")
-
-
-def _reads_negative(factor: Sum) -> bool:
-    """Whether a run-time factor is written with a minus: `-stride`."""
-    return all(c < 0 for c, _ in factor.terms.values())
 
 
 def _gathered(gap: Sum) -> Sum:
@@ -562,10 +552,6 @@ def _assumed(literal: _Literal, value: Expr, default: Expr) -> Expr:
 def _intervals(terms: _Terms, solver: _Solver) -> list[Interval]:
     pieces = [_piece(term, solver) for term in terms]
     return merged([p for p in pieces if p is not None], solver.axis)
-
-
-def _reads_other(term: _Term) -> bool:
-    return any(literal.kind.startswith("other") for literal in term.literals)
 
 
 def _held(interval: Interval, solver: _Solver) -> Interval:

@@ -27,7 +27,8 @@ def work_of(roots: Iterable[Expr], tables: int = 0) -> Work:
     """What the expressions take for each pair, together. tables: how many are read by distance besides."""
     roots = tuple(roots)
     special, other, reads, gathers = 0, _ADDRESS * tables, 0, tables
-    keys, queries = (sum(_read_by(load) == {axis} for load in _loads(roots)) for axis in ("kv_pos", "q_pos"))
+    read = {load.text: load for root in roots for load in loads(root)}.values()
+    keys, queries = (sum(_read_by(load) == {axis} for load in read) for axis in ("kv_pos", "q_pos"))
     for node in _pair_nodes(roots):
         if isinstance(node, Load):
             other += _ADDRESS
@@ -36,10 +37,6 @@ def work_of(roots: Iterable[Expr], tables: int = 0) -> Work:
             found = (0, 1) if _by_constant(node) else _COSTS.get(node.op, (0, 1))
             special, other = special + found[0], other + found[1]
     return Work(special, other, reads, gathers, keys, queries)
-
-
-def _loads(roots: Iterable[Expr]) -> list[Load]:
-    return list({load.text: load for root in roots for load in loads(root)}.values())
 
 
 def _read_by(load: Load) -> frozenset[str]:

@@ -6,7 +6,6 @@ from .....compiler.analysis.tiles.results import Traits
 from .....compiler.planning import quantities as of
 from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import DESCALES, Kernel, KernelId
-from .....compiler.planning.quantities import Sizes
 from .....compiler.planning.records import Stage
 from .....compiler.planning.signature import Widths
 from .....compiler.planning.stage_words import AHEAD, EACH_KV, EACH_Q, ONCE, Tiles, computes, loads
@@ -195,10 +194,6 @@ def turning_warps(value_columns: int) -> int:
     return 8 if value_columns == 256 else 4
 
 
-def _turned_programs(x: Sizes) -> float:
-    return x.B * x.Hkv * x.T / TURNED_KEYS
-
-
 def _turning_stages(t: Tiles) -> list[Stage]:
     order = "columns in rows, keys in the order in which a consumer holds weights"
     return [
@@ -209,5 +204,6 @@ def _turning_stages(t: Tiles) -> list[Stage]:
 
 TURN_VALUES = Kernel(
     KernelId("hopper", "turn_values"), "forward", "forward", "kv", OVER_KEYS, _turning_stages,
-    programs=_turned_programs, read=of.value_bytes, written=of.value_bytes, follows=FLASH_FORWARD.name, visits="none",
+    programs=lambda x: x.B * x.Hkv * x.T / TURNED_KEYS, read=of.value_bytes, written=of.value_bytes,
+    follows=FLASH_FORWARD.name, visits="none",
 )  # fmt: skip

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from .....compiler.analysis.values.distances import ByDistance
-from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import Kernel, KernelId
 from .....compiler.planning.quantities import Sizes, none
 from .....compiler.planning.records import Stage
-from .....compiler.planning.sources import SequenceKind
 from .....compiler.planning.stage_words import ONCE, Tiles, computes, stores
 from ..forms import Tiling
 from .measures import MEASURES
@@ -27,10 +25,6 @@ def _words(t: Tiles) -> list[Stage]:
         stores("tables", "float32, a value a distance: of all heads, or of each where they differ"),
         *([stores("levels", "int32: from where on nothing changes with distance")] if "level" in t.sums else []),
     ]
-
-
-def _own_form(visitor: Form | None, sequences: SequenceKind) -> Form:
-    return _FORM
 
 
 def with_tables_made(kernels: Sequence[Kernel], tables: Sequence[ByDistance]) -> list[Kernel]:
@@ -55,5 +49,5 @@ def _tables_kernel(before: Kernel, number: int, by_batch: bool, by_head: bool) -
     return Kernel(
         KernelId("triton", DISTANCE_TABLES, f"{number} {by_batch} {by_head}"), before.direction, before.slot, "kv",
         "its distances", _words, programs=programs, read=none, written=written, again=before.again, visits="none",
-        own_form=_own_form, module="tables",
+        own_form=lambda visitor, sequences: _FORM, module="tables",
     )  # fmt: skip
