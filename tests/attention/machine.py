@@ -50,7 +50,7 @@ class Shared:
     """Memory of a program, or a view of it."""
 
     def __init__(self, tile: Tensor) -> None:
-        self.tile, self.dtype = tile, tile.dtype
+        self.tile, self.dtype, self.shape, self.layout = tile, tile.dtype, list(tile.shape), None
         self._parts: dict[int, Shared] = {}
 
     def index(self, i: Any) -> Shared:

@@ -35,7 +35,7 @@ WARPGROUP = 4  # warps: registers are moved between groups of so many
 HARDWARE_BARRIERS = 16  # of a program
 RESERVED_BARRIERS = 2  # which Triton takes besides one for each role that is not the first
 FIRST_BARRIER = 8  # room for what Triton takes of six roles
-BYTES = {"dtype": "e", "gl.float32": "4", "gl.int32": "4", "gl.uint32": "4", "gl.int64": "8"}
+BYTES = {"dtype": "e", "gl.float16": "2", "gl.float32": "4", "gl.int32": "4", "gl.uint32": "4", "gl.int64": "8"}
 LINE = 112  # columns of a line of a launch
 
 

@@ -38,6 +38,7 @@ class Held:
     ones: str = "1, 1"  # extents of a tile before its rows
     paged: bool = False
     box_rank: int = 2  # of what pairs read
+    scaled_rows: bool = True  # keys in FP8 have a descale a row
     wanted: frozenset[str] = frozenset({"query", *OWNED_BY_KEYS})
     sums_keys: bool = False  # the kernel that owns keys sums gradients of operands
     stores_pairs: bool = False  # dS leaves as tiles: it is the gradient of what pairs read
@@ -90,7 +91,7 @@ def held_by(code: CodePlan, facts: Facts) -> Held:
     read = facts.boxed_read if code.brings_boxes else None
     found = replace(
         found, ones="1, 1, 1" if signature.sequences.ragged else "1, 1", paged=signature.sequences.keys.pooled,
-        box_rank=read.tensor.rank if read is not None else 2,
+        box_rank=read.tensor.rank if read is not None else 2, scaled_rows="k_descale" in signature.scaled_rows,
     )  # fmt: skip
     if signature.direction == "forward":
         return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .....compiler.planning.kernel import DESCALES, Kernel, KernelId
 from .....compiler.planning.quantities import (
     flash_forward_read,
@@ -26,8 +28,12 @@ def program(form: HopperLatentForm, held: Held) -> Program:
                 about="All shared memory. Tiles keep the shape of the TMA boxes.")  # fmt: skip
     p.ring("query", "PIECES - HALF, 1, ROWS // HEADS, HEADS", [Columns("PIECE")],
            about="the pieces that are not in registers")  # fmt: skip
-    swizzled = f"gl.NVMMASharedLayout.get_default_for([{held.ones}, BLOCK_KV, PIECE], dtype)" if form.stored else ""
-    p.ring("pieces", f"SLOTS, {held.ones}, BLOCK_KV", [Columns("PIECE")], of="key", layout=swizzled)
+    pieces: dict[str, Any] = {}
+    scaled = form.stored > 0 and held.scaled_rows
+    if form.stored:
+        swizzled = f"gl.NVMMASharedLayout.get_default_for([{held.ones}, BLOCK_KV, PIECE], gl.float16)"
+        pieces = {"dtype": "gl.float16", "element": 2, "layout": swizzled}
+    p.ring("pieces", f"SLOTS, {held.ones}, BLOCK_KV", [Columns("PIECE")], of="key", **pieces)
     if form.stored:
         p.ring("stored", f"STORED, {held.ones}, BLOCK_KV", [Columns("PIECE")], of="key", dtype="key_desc.dtype",
                element=1, about="pieces of keys in FP8")  # fmt: skip
@@ -35,9 +41,11 @@ def program(form: HopperLatentForm, held: Held) -> Program:
            about="then weights [ROWS, BLOCK_KV]")  # fmt: skip
     p.tile("factor", "2, ROWS", dtype="gl.float32", layout=plain(1),
            about="by which sums are multiplied before a tile's product is added")  # fmt: skip
+    if scaled:
+        p.tile("descale", "2, BLOCK_KV", dtype="gl.float32", layout=plain(1), about="of the keys of two tiles")
     p.tile("inverse", "ROWS", dtype="gl.float32", layout=plain(1), about="what the output is multiplied by")
-    _add_mbarriers(p, form)
-    weighing, producing = (152, 40) if form.stored else (168, 24)  # registers
+    _add_mbarriers(p, form, scaled)
+    weighing, producing = (168, 24) if form.stored else (168, 24)  # registers
     p.role("summer", warps=4, count=SUMMERS, registers=160, empties=["pieces"],
            body=f"{ROLES}/split_summer.py.jinja")  # fmt: skip
     p.role("weigher", warps=4, registers=weighing, empties=["query", "rotary"], body=f"{ROLES}/split_weigher.py.jinja")
@@ -56,7 +64,7 @@ def _constants(form: HopperLatentForm) -> dict[str, str | int]:
     }  # fmt: skip
 
 
-def _add_mbarriers(p: Program, form: HopperLatentForm) -> None:
+def _add_mbarriers(p: Program, form: HopperLatentForm, scaled: bool) -> None:
     p.mbarrier("query_ready", about="mbarriers")
     p.mbarrier("query_free")
     p.mbarrier("inverse_ready")
@@ -67,6 +75,8 @@ def _add_mbarriers(p: Program, form: HopperLatentForm) -> None:
         p.mbarrier("stored_ready", "STORED")
     p.mbarrier("rotary_ready", "2", about="one for each of two tiles")
     p.mbarrier("rotary_free", "2", arrivals=2)
+    if scaled:
+        p.mbarrier("descale_free", "2")
     p.mbarrier("factor_ready", "2")
     p.mbarrier("weights_ready", "2")
 
