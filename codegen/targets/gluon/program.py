@@ -210,6 +210,10 @@ class Program:
         """Whether shared memory has a field of this name."""
         return any(f.name == name for f in self.fields)
 
+    def count(self, name: str) -> int:
+        """How many there are of a role."""
+        return self._role(name).count
+
     def body(self, name: str) -> str:
         """The template of a role."""
         return self._role(name).body

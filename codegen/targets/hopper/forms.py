@@ -129,6 +129,11 @@ class HopperLatentForm(Form):
     def piece(self) -> int:
         return NARROW_COLUMNS if self.narrow else PIECE_COLUMNS
 
+    @property
+    def converters(self) -> int:
+        """Warps that convert, of a warpgroup: each has slots of its own, of pieces in FP8."""
+        return max(warps for warps in (1, 2, 3) if self.stored % warps == 0)
+
     def residence(self, kernel: Kernel, hardware: Hardware, element: int, columns: int = 0) -> Residence:
         return Residence(self.slots, 1, element)
 

@@ -45,14 +45,16 @@ def program(form: HopperLatentForm, held: Held) -> Program:
         p.tile("descale", "2, BLOCK_KV", dtype="gl.float32", layout=plain(1), about="of the keys of two tiles")
     p.tile("inverse", "ROWS", dtype="gl.float32", layout=plain(1), about="what the output is multiplied by")
     _add_mbarriers(p, form, scaled)
-    weighing, producing = (168, 24) if form.stored else (168, 24)  # registers
+    weighing, others = (152, 40) if form.stored else (168, 24)  # registers
     p.role("summer", warps=4, count=SUMMERS, registers=160, empties=["pieces"],
            body=f"{ROLES}/split_summer.py.jinja")  # fmt: skip
     p.role("weigher", warps=4, registers=weighing, empties=["query", "rotary"], body=f"{ROLES}/split_weigher.py.jinja")
-    stored = ["stored"] * (form.stored > 0)
-    p.role("producer", warps=4 if stored else 1, registers=producing, empties=stored,
-           fills=["query", "pieces", "rotary", *stored],
-           body=f"{ROLES}/split_{'converter' if stored else 'producer'}.py.jinja")  # fmt: skip
+    if form.stored:
+        p.role("converter", warps=1, count=form.converters, registers=others, fills=["pieces"], empties=["stored"],
+               body=f"{ROLES}/split_converter.py.jinja")  # fmt: skip
+    brought = "stored" if form.stored else "pieces"
+    p.role("producer", warps=1, registers=others, fills=["query", "rotary", brought],
+           body=f"{ROLES}/split_{'fp8_' if form.stored else ''}producer.py.jinja")  # fmt: skip
     return p.check()
 
 
@@ -73,9 +75,11 @@ def _add_mbarriers(p: Program, form: HopperLatentForm, scaled: bool) -> None:
     p.mbarrier("piece_free", "SLOTS")
     if form.stored:
         p.mbarrier("stored_ready", "STORED")
+        p.mbarrier("stored_free", "STORED")
     p.mbarrier("rotary_ready", "2", about="one for each of two tiles")
     p.mbarrier("rotary_free", "2", arrivals=2)
     if scaled:
+        p.mbarrier("descale_ready", "2")
         p.mbarrier("descale_free", "2")
     p.mbarrier("factor_ready", "2")
     p.mbarrier("weights_ready", "2")
