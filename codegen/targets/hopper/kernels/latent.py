@@ -43,6 +43,9 @@ def program(form: HopperLatentForm, held: Held) -> Program:
            about="by which sums are multiplied before a tile's product is added")  # fmt: skip
     if scaled:
         p.tile("descale", "2, BLOCK_KV", dtype="gl.float32", layout=plain(1), about="of the keys of two tiles")
+        p.tile("descale_in_units", "2, BLOCK_KV", dtype="gl.float32", layout=plain(1), about="by which weights are multiplied")
+        p.tile("unit", "2, 1", dtype="gl.float32", layout=plain(1), about="of sums of values, all rows have one")
+        p.tile("unit_factor", "2, 1", dtype="gl.float32", layout=plain(1), about="the unit before, in those of a tile")
     p.tile("inverse", "ROWS", dtype="gl.float32", layout=plain(1), about="what the output is multiplied by")
     _add_mbarriers(p, form, scaled)
     weighing, others = (152, 40) if form.stored else (168, 24)  # registers
