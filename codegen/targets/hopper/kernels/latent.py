@@ -48,7 +48,7 @@ def program(form: HopperLatentForm, held: Held) -> Program:
         p.tile("unit_factor", "2, 1", dtype="gl.float32", layout=plain(1), about="the unit before, in those of a tile")
     p.tile("inverse", "ROWS", dtype="gl.float32", layout=plain(1), about="what the output is multiplied by")
     _add_mbarriers(p, form, scaled)
-    weighing, others = (152, 40) if form.stored else (168, 24)  # registers
+    weighing, others = (160, 32) if form.stored else (168, 24)  # registers
     p.role("summer", warps=4, count=SUMMERS, registers=160, empties=["pieces"],
            body=f"{ROLES}/split_summer.py.jinja")  # fmt: skip
     p.role("weigher", warps=4, registers=weighing, empties=["query", "rotary"], body=f"{ROLES}/split_weigher.py.jinja")
