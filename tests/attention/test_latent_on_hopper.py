@@ -53,9 +53,10 @@ def launcher_of(
 ):  # fmt: skip
     """descale: of keys in FP8."""
     rank, rope = declared.latent.rank, declared.latent.rope
-    dtypes, more = Dtypes.all({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]), {}
+    named = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    dtypes, more = Dtypes.all(named), {}
     if descale is not None:
-        dtypes, of_keys = Dtypes.of("bf16", "e4m3", None), frozenset({"k_descale"})
+        dtypes, of_keys = Dtypes.of(named, "e4m3", None), frozenset({"k_descale"})
         more = {"options": of_keys, "scaled_rows": of_keys if descale.shape[2] > 1 else frozenset()}
     signature = Signature(
         "forward", "sm_90", dtypes, Widths(rank + rope, rank, 0 if descale is None else rope, True),
@@ -121,25 +122,28 @@ def in_pages(key, lens, page):
     return pool, table
 
 
-def in_fp8(beside, rank, descale):
+def in_fp8(beside, rank, descale, dtype):
     """Stored numbers of latent columns, exactly, and what a call has beside them.
 
     beside: real numbers, and in a last column the descale of each row. descale: as the call has it; None: that column.
     """
     stored = (beside[..., :rank] / beside[..., -1:]).round(decimals=6).to(torch.float8_e4m3fn)
     own = beside[..., -1:].contiguous() if descale is None else descale
-    return stored, {"rope": beside[..., rank:-1].bfloat16(), "descale": own}
+    return stored, {"rope": beside[..., rank:-1].to(dtype), "descale": own}
 
 
-def check(declared, heads, q_len, kv_lens, q_lens=None, page=0, dtype=torch.bfloat16, rows=330, per=None, **options):
+def check(
+    declared, heads, q_len, kv_lens, q_lens=None, page=0, dtype=torch.bfloat16, rows=330, per=None, sizes=(1.0, 1.0),
+    **options,
+):  # fmt: skip
     """Padded or paged sequences; everything behind a length is NaN. kv_lens None: sequences of one length.
 
-    per: of what keys in FP8 have a descale each.
+    per: of what keys in FP8 have a descale each. sizes: powers of two by which queries and keys are multiplied.
     """
     torch.manual_seed(heads + q_len)
     batches, width = 1 if kv_lens is None else len(kv_lens), declared.latent.rank + declared.latent.rope
-    query = torch.randn(batches, q_len, heads, width).to(dtype).transpose(1, 2)
-    key = torch.randn(batches, 1, rows, width).to(dtype)
+    query = (torch.randn(batches, q_len, heads, width) * sizes[0]).to(dtype).transpose(1, 2)
+    key = (torch.randn(batches, 1, rows, width) * sizes[1]).to(dtype)
     operands = operands_of(declared, heads, batches, rows)
     known, given, sequences, shown = query.clone(), {"q_offset": rows - q_len}, Dense(rows - q_len), key
     if per is not None:
@@ -163,7 +167,7 @@ def check(declared, heads, q_len, kv_lens, q_lens=None, page=0, dtype=torch.bflo
             shown, table = in_pages(shown, kv_lens, page)
             sequences = Paged(lens.get("q_lens"), lens["kv_lens"], table, page, None)
     if per is not None:
-        shown, more = in_fp8(shown, declared.latent.rank, None if per == "token" else made.descale)
+        shown, more = in_fp8(shown, declared.latent.rank, None if per == "token" else made.descale, dtype)
         options |= more
     out, lse, parts = run(declared, query, shown, sequences, operands=operands, **options)
     results = []
@@ -225,9 +229,36 @@ def test_other_ranks_in_fp8(rank, rope):
     check(variant(f"latent_{rank}_{rope}_fp8", rank=rank, rope=rope), 32, 2, [200, 70], page=64, rows=200, per="token")
 
 
+@pytest.mark.parametrize("per", mostly(["token"], ["token", "head"]))
+def test_fp16_queries_of_keys_in_fp8(per):
+    check(CAUSAL, 16, 2, [330, 70], page=64, parts=2, dtype=torch.float16, per=per, sizes=(100.0, 0.02))
+
+
+def powers(extents, least, most):
+    return torch.exp2(torch.randint(least, most + 1, extents).float())
+
+
+SIZES = {  # of queries, and of keys
+    "large queries": lambda: (2.0**40, 2.0**-40),
+    "small queries": lambda: (2.0**-60, 2.0**60),
+    "queries of 0": lambda: (0.0, 1.0),
+    "keys of 0": lambda: (1.0, torch.arange(330).view(1, 1, 330, 1) >= 70),
+    "queries unlike": lambda: (powers((2, 1, 16, 1), -30, 0), 1.0),
+    "keys unlike": lambda: (2.0**-9, powers((1, 1, 330, 1), -8, 8)),  # products with queries are moderate
+}
+
+
+@pytest.mark.parametrize("per", ["token", "tensor"])
+@pytest.mark.parametrize("name", mostly(["large queries", "keys unlike"], list(SIZES)))
+def test_sizes_that_fp16_does_not_have(name, per):
+    """Queries become fp16 times a power of two for each row, and weights times descales those of units."""
+    torch.manual_seed(5)
+    check(CAUSAL, 16, 1, [330, 200], page=64, parts=2, per=per, sizes=SIZES[name]())
+
+
 def test_roles_take_turns_in_any_order_over_keys_in_fp8():
     for seed in range(3):
-        check(CAUSAL, 16, 1, None, rows=520, parts=1, seed=seed, per="head", form="64x64p8r2" if seed else None)
+        check(CAUSAL, 16, 1, None, rows=520, parts=1, seed=seed, per="head", form="64x64p10r2" if seed else None)
 
 
 @pytest.mark.parametrize(("heads", "page"), mostly([(16, 16)], [(16, 16), (64, 0), (64, 64)]))

@@ -76,7 +76,7 @@ def test_variants_of_latent_caches_in_fp8(name, call):
     check(name, *call)
 
 
-@pytest.mark.parametrize("form", ["64x64p8r4+ordered", "64x64p10r2", "64x64p10r1+ordered"])
+@pytest.mark.parametrize("form", ["64x64p9r4+ordered", "64x64p10r2", "64x64p9r3", "64x64p10r1+ordered"])
 def test_forms_of_latent_caches_in_fp8(form):
     check("causal", 64, 2, KV_LENS, 64, schedule=f"split_kv/split_forward=hopper:{form}")
 

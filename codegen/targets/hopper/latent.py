@@ -10,10 +10,10 @@ from ....compiler.planning.segments import Segments
 from ....compiler.planning.signature import Signature
 from ....compiler.planning.target import CallTensors
 from ...launch.descriptors import is_ragged_readable, is_readable
-from .forms import NARROW_COLUMNS, PIECE_COLUMNS, ROWS, HopperLatentForm
+from .forms import PIECE_COLUMNS, ROWS, HopperLatentForm
 from .kernels.latent import ROTARY_COLUMNS
 
-SLOTS_BESIDE_FP8 = 9  # for pieces of keys, beside as many in FP8 as a tile has
+SLOTS_OF_FP8 = 8, 6  # for pieces of keys as fp16, and as FP8
 LEAST_PAGE = 8  # rows of the pattern in which tiles are swizzled in SRAM
 
 
@@ -49,12 +49,11 @@ def small_pages(page: int) -> str:
 
 
 def best_latent_form(signature: Signature) -> HopperLatentForm:
-    """The form that measured best (docs/experiments). Keys in FP8 take SRAM of their own, and time of the producer."""
-    rank = signature.widths.value_dim
-    narrow = rank % (2 * PIECE_COLUMNS) > 0
+    """The form that measured best (docs/experiments). Keys in FP8 take SRAM of their own."""
+    narrow = signature.widths.value_dim % (2 * PIECE_COLUMNS) > 0
     if signature.dtypes.quantized:
-        columns = NARROW_COLUMNS if narrow else PIECE_COLUMNS
-        return HopperLatentForm(SLOTS_BESIDE_FP8 * (1 + narrow), rank // columns, narrow=narrow)
+        slots, stored = SLOTS_OF_FP8
+        return HopperLatentForm(slots * (1 + narrow), stored * (1 + narrow), narrow=narrow)
     return HopperLatentForm(HopperLatentForm.slots * (1 + narrow), ordered=True, prefetch=True, narrow=narrow)
 
 
