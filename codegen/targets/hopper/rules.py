@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ....compiler.analysis.tiles.facts import Facts
 from ....compiler.analysis.values.places import read_once
 from ....compiler.planning.by_distance import tables_of
-from ....compiler.planning.dtypes import BF16, E4M3, HALVES, dtype_named
+from ....compiler.planning.dtypes import E4M3, HALVES, dtype_named
 from ....compiler.planning.signature import Signature, Widths
 from ....compiler.planning.sources import SequenceKind, not_in_order
 from ....ir.normalizer import SOFTMAX
@@ -95,9 +95,9 @@ def no_fp8_products(c: Case) -> str | None:
 
 
 def _is_latent_cache(c: Case) -> bool:
-    """Whether the call reads latent vectors in e4m3, with rotary columns in bf16 beside them."""
+    """Whether the call reads latent vectors in e4m3, with rotary columns in 16 bits beside them."""
     d, widths = c.signature.dtypes, c.widths
-    halves = d.query == BF16.name and d.out in HALVES
+    halves = d.query in HALVES and d.out in HALVES
     return widths.value_is_key and d.key == E4M3.name and halves and widths.rope_dim == _rotary(c) > 0
 
 
