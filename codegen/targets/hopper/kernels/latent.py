@@ -42,10 +42,13 @@ def program(form: HopperLatentForm, held: Held) -> Program:
     p.tile("factor", "2, ROWS", dtype="gl.float32", layout=plain(1),
            about="by which sums are multiplied before a tile's product is added")  # fmt: skip
     if scaled:
-        p.tile("descale", "2, BLOCK_KV", dtype="gl.float32", layout=plain(1), about="of the keys of two tiles")
-        p.tile("descale_in_units", "2, BLOCK_KV", dtype="gl.float32", layout=plain(1), about="by which weights are multiplied")
-        p.tile("unit", "2, 1", dtype="gl.float32", layout=plain(1), about="of sums of values, all rows have one")
-        p.tile("unit_factor", "2, 1", dtype="gl.float32", layout=plain(1), about="the unit before, in those of a tile")
+        for name, extents, about in (
+            ("descale", "2, BLOCK_KV", "of the keys of two tiles"),
+            ("descale_in_units", "2, BLOCK_KV", "what weights are multiplied by"),
+            ("unit", "2, 1", "of the sums of values, one for all rows"),
+            ("unit_factor", "2, 1", "the unit of the tile before, in units of this one"),
+        ):
+            p.tile(name, extents, dtype="gl.float32", layout=plain(1), about=about)
     p.tile("inverse", "ROWS", dtype="gl.float32", layout=plain(1), about="what the output is multiplied by")
     _add_mbarriers(p, form, scaled)
     weighing, others = (160, 32) if form.stored else (168, 24)  # registers
@@ -96,7 +99,7 @@ def _stages(t: Tiles) -> list[Stage]:
     parts = f"{t.output('O / sum')}, {t.rows('lse = reference + log(sum)')}; of one part of several in float32"
     form = t.form
     assert isinstance(form, HopperLatentForm)
-    said = "FP8 times its descale, in 16 bits, a piece after another, by the warps that bring it"
+    said = "FP8 as fp16, a piece after another, by several warps; descales go to queries or scores, and to weights"
     real = [Stage("convert key", "compute", said, "SRAM -> registers -> SRAM", EACH_KV)] if form.stored else []
     early = "+prefetch: to L2 two tiles before, where tiles of rows of few queries share them"
     later = "+ordered: after the next tile's scores, where tiles of rows share keys"
