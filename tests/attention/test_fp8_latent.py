@@ -160,6 +160,8 @@ def test_graphs_and_plans_take_rotary_columns_apart() -> None:
     assert torch.equal(compiled(query, latent.data, **given), MLA(query, latent.data, **given))
     text = MLA.explain(query.bfloat16(), latent.data, device="h100", **given | {"rope": rope.bfloat16()})
     assert "(rotary, a tensor of its own)" in text and "triton" in text
+    named = MLA.explain(query.bfloat16(), latent.data, None, device="h100", **given | {"rope": rope.bfloat16()})
+    assert named == text  # a call may say None, too
     uk, uv = torch.randn(4, 64, 24), torch.randn(4, 64, 32)
     assert "columns of the key" in MLA.explain(query[..., :40], latent.data, uk=uk, uv=uv, **given)  # the absorbed form
 

@@ -138,7 +138,9 @@ def test_latent_tiles_in_fp8_are_made_fp16(variant, kind, heads, q_len, page, fo
     kernels = compiled(variant, kind, heads, q_len, page, form, q_len <= FEW_QUERIES, descale)
     split = kernels["split_forward"]
     assert split.sram <= by_name("h200").sram_per_block and not split.serialised
-    assert split.product_loops() and (variant in (FAR, ALIBI) or split.spills_in_loops() <= 8)
+    # Of descales of rows a weigher with more registers spills less and leaves too few to converters (docs/experiments).
+    few = 12 if descale == "token" else 8
+    assert split.product_loops() and (variant in (FAR, ALIBI) or split.spills_in_loops() <= few)
     recorded("split_forward", spilled=split.spilled, in_loops=split.spills_in_loops())
     # A thread of a converter has 256 numbers of a piece of 128 columns: it converts pairs, and stores 8 at a time.
     numbers = (2 if "r4" in form else 3) * (128 if "narrow" in form else 256)
