@@ -67,7 +67,7 @@ def no_latent_form(kernel: Kernel, form: HopperLatentForm, signature: Signature,
         return f"expected {least} slots or more, for two tiles of keys"
     if bool(form.stored) != bool(signature.dtypes.quantized):
         return "r is for keys in FP8, and these have no form without"
-    if form.stored > form.slots:
+    if form.stored > form.slots:  # else a converter would wait for a slot that the last but one has not filled
         return f"expected {form.slots} slots for pieces in FP8 at most, as many as for pieces, got {form.stored}"
     sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
     parts = Segments((Segment(0, widths.value_dim, "key"), Segment(widths.value_dim, ROTARY_COLUMNS, "key")),

@@ -55,7 +55,7 @@ def program(form: HopperLatentForm, held: Held) -> Program:
     p.role("summer", warps=4, count=SUMMERS, registers=160, empties=["pieces"],
            body=f"{ROLES}/split_summer.py.jinja")  # fmt: skip
     p.role("weigher", warps=4, registers=weighing, empties=["query", "rotary"], body=f"{ROLES}/split_weigher.py.jinja")
-    if form.stored:
+    if form.stored:  # the producer brings some queries to slots of pieces, too
         p.role("converter", warps=1, count=form.converters, registers=others, fills=["pieces"], empties=["stored"],
                body=f"{ROLES}/split_converter.py.jinja")  # fmt: skip
     brought = "stored" if form.stored else "pieces"
