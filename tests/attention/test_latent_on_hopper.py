@@ -257,6 +257,13 @@ def test_sizes_that_fp16_does_not_have(name, per):
     check(CAUSAL, 16, 1, [330, 200], page=64, parts=2, per=per, sizes=SIZES[name]())
 
 
+@pytest.mark.parametrize("form", mostly([None], [None, "64x64p9r3", "64x64p9r4+ordered"]))
+def test_converters_of_short_sequences_take_turns_in_any_order(form):
+    """Queries pass between the keys of sequences, so that slots of keys change the converter."""
+    for seed in range(4):
+        check(CAUSAL, 16, 1, [330, 64, 1, 200, 64, 0, 64], page=16, per="token", form=form, seed=seed)
+
+
 def test_roles_take_turns_in_any_order_over_keys_in_fp8():
     for seed in range(3):
         check(CAUSAL, 16, 1, None, rows=520, parts=1, seed=seed, per="head", form="64x64p10r2" if seed else None)
