@@ -264,7 +264,7 @@ def test_which_calls_over_latent_caches_take_copies() -> None:
         query = torch.empty(4, heads, rows, 576, dtype=BF16)
         text = mla.explain(query, cache, rope=rope, k_descale=torch.ones(1, 1, 1, 1), device=device)
         assert ("made bf16 first" in text) == copied and "split_forward=hopper" in text
-        assert ("FP8 times its descale" in text) != copied
+        assert ("FP8 as fp16" in text) != copied
 
 
 def test_a_latent_cache_that_hopper_does_not_read_takes_copies_for_many_heads() -> None:
