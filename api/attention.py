@@ -328,7 +328,8 @@ class Attention(Methods, Declaration):
         options = options if more is None else call_options.joined(str(self.name), options, more)
         variant, options = self._as_trained(train, options)
         check_dropout(variant, options)
-        if self.latent is not None and operands[2:] == (None,):  # as a call may say that it has no values
+        # a call may say that it has no values
+        if self.latent is not None and len(operands) == 3 and operands[2] is None:
             operands = operands[:2]
         operands, options = nested.described(str(self.name), operands, options)
         return variant, operands, variant._internals.read(options)
