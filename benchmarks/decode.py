@@ -88,6 +88,7 @@ ROWS = [
     Row("GQA 32/8 D128 B1 128k", 1, 1 << 17),
     Row("GQA 32/8 D128 B1 4k", 1, 4096),
     Row("GQA 32/8 D128 64 x 1..16k", 64, 16384, ragged=True),
+    Row("GQA 32/4 D128 B1 256k", 1, 1 << 18, kv_heads=4),
     Row("window 1024 of B1 128k", 1, 1 << 17, variant=WINDOW, visible=1024),
     Row("MLA 128 heads B64 4k", 64, 4096, 128, 1, MLA),
     Row("MLA 128 heads B128 8k", 128, 8192, 128, 1, MLA),
