@@ -50,6 +50,7 @@ class Terms:
     drops: bool = False  # weights are dropped: of families triton and hopper the templates do that
     boxed: bool = False  # hopper, forward: a slot is still held that what pairs read was loaded from (`release_read`)
     narrow: bool = False  # hopper, forward: tiles are so narrow that special units are busy longer than products
+    shared: bool = False  # triton, forward: warps share the rows of a tile, so that a sum over its keys crosses them
     fp8: bool = False  # operands are FP8. hopper, forward: products of a tile are not added to others by their unit
 
 
@@ -158,6 +159,9 @@ def _lines(text: str) -> str:
 
 
 # -- softmax, family triton --------------------------------------------------------------------------------------------
+SHARED_COLUMNS = 32  # that lie so far apart are one thread's, where four warps share the rows of a tile of products
+
+
 def _softmax_of_triton(terms: Terms) -> Blocks:
     """Running maximum and sum; of raw products where the score is linear, which saves a product a score."""
     scaled = " * scale" if terms.linear else ""
@@ -172,14 +176,23 @@ def _softmax_of_triton(terms: Terms) -> Blocks:
         rescale = tl.exp2({shrink})
     """
     rescaled = [f"{name} = {name} * rescale[:, None]" for name in terms.sums]
+    zeros, summed, joined, joined_late = "[BLOCK_Q]", "row_sum = row_sum * rescale + tl.sum(p, 1)", "", ""
+    if terms.shared:
+        zeros = f"[BLOCK_Q, min(BLOCK_KV, {SHARED_COLUMNS})]"
+        joined_late = f"  # of keys {SHARED_COLUMNS} apart, which are one thread's: they are joined once, at the end"
+        summed = _lines("""
+            added = tl.sum(tl.reshape(p, [BLOCK_Q, BLOCK_KV // row_sum.shape[1], row_sum.shape[1]]), 1)
+            row_sum = row_sum * rescale[:, None] + added
+        """)
+        joined = "row_sum = tl.sum(row_sum, 1)\n"
     return Blocks(
-        init=_lines("""
+        init=_lines(f"""
             row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-            row_sum = tl.zeros([BLOCK_Q], tl.float32)
+            row_sum = tl.zeros({zeros}, tl.float32){joined_late}
         """),
         weigh=_lines(weigh),
-        accumulate="\n".join(["row_sum = row_sum * rescale + tl.sum(p, 1)", "row_max = new_max", *rescaled]),
-        finish="safe_sum = tl.where(row_sum == 0.0, 1.0, row_sum)"
+        accumulate="\n".join([summed, "row_max = new_max", *rescaled]),
+        finish=f"{joined}safe_sum = tl.where(row_sum == 0.0, 1.0, row_sum)"
         "  # a row that saw nothing has sum 0, maximum -inf, output 0\nweight = 1.0 / safe_sum",
         factor=" * weight[:, None]",
         save="row_log_sum = tl.log2(safe_sum) * LN_2"

@@ -21,7 +21,7 @@ from math import ceil, exp
 
 from ..analysis.tiles.measured import LONG_AXIS
 from ..analysis.tiles.results import PLAIN, Axis, TileCounts, Traits
-from .dtypes import BF16
+from .dtypes import BF16, copies_values
 from .form import Form, Machine
 from .kernel import Bound, Kernel
 from .machines.hardware import Hardware
@@ -39,6 +39,7 @@ L2_FRACTION = 0.8  # of L2 that holds what is read again; outputs and one-time r
 L2_OVER_HBM = 1.8  # bytes/s that L2 delivers over those of HBM
 RESERVED = 1024  # bytes of SRAM that a program takes besides its own
 CONVERTED = 22e9  # bytes of FP8 keys and values that a program converts in a second, at the most
+CONVERTED_BY_SM = 29e9  # the same of all programs that share an SM
 MOST_ON_AN_SM = 3  # programs that divide keys: of more, each has fewer registers than its loop wants
 MEASURING_AT_ONCE = 8  # programs on an SM that measure tiles: of 8 warps each
 REACHED = 0.75  # share of the rate of products that a kernel of latent caches reaches
@@ -153,6 +154,7 @@ def sizes_of(
     columns = max(parts.qk_columns, parts.v_columns)
     ahead, in_sram, score_bytes = form.residence(kernel, hardware, size, columns)
     own_value = not parts.value_is_key
+    copies = kernel.shares_keys and copies_values(shape.v_dtype or shape.kv_dtype or shape.dtype, hardware.arch)
     return Sizes(
         B=shape.batch, Hq=shape.heads, Hkv=shape.kv_heads, L=shape.q_len, T=shape.kv_len, D=shape.head_dim,
         Dv=shape.value_dim, C=parts.qk_columns, Cv=parts.v_columns, Du=shape.value_dim * own_value,
@@ -162,6 +164,7 @@ def sizes_of(
         R=sum(s.width for s in parts.qk if s.source == "rope"),
         long_axis=int((shape.kv_len if kernel.axis == "kv" else shape.q_len) > LONG_AXIS),
         kv_share=shape.kv_share, q_share=shape.q_share, v_share=shape.v_share,
+        v_copy=2 * copies,
     )  # fmt: skip
 
 
@@ -448,7 +451,7 @@ def parts_of(
     slots = hardware.sms * split_programs_per_sm(kernel, form, x, hardware, parts)
     tile_bytes = x.e * x.bkv * (key_elements(x) + x.v_share * x.kv_share * x.Du)
     units = int(x.B * x.Hkv * x.nq)
-    busy, most = 0.0, MOST_PARTS
+    busy, most, together = 0.0, MOST_PARTS, 0.0
     if form.computes_bound:
         busy = 2 * x.bq * x.bkv * (x.C + x.Cv) * hardware.sms / (REACHED * hardware.matrix_flops(BF16.name))
         tile_bytes /= x.nq  # programs that share keys are neighbours
@@ -457,9 +460,9 @@ def parts_of(
             most = max(1, 2 * slots // units)
     rate, uneven = hardware.hbm_bytes_per_second, uneven and x.B > 1
     if x.kv_share < 1 and hardware.kind != "cpu" and not uneven:
-        busy = max(busy, tile_bytes / CONVERTED)
+        busy, together = max(busy, tile_bytes / CONVERTED), tile_bytes / CONVERTED_BY_SM
     slots = INTERPRETED if hardware.kind == "cpu" else slots
     enough = slots / LONE
     if hardware.kind != "cpu" and not uneven:  # the divisions of uneven ones are those that were timed
         enough = min(enough, rate * LATENCY / tile_bytes)
-    return divided(units, longest, slots, enough, tile_bytes, rate, uneven, busy, most)
+    return divided(units, longest, slots, enough, tile_bytes, rate, uneven, busy, most, hardware.sms, together)

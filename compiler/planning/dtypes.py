@@ -75,6 +75,15 @@ def product_dtype(left: str, right: str) -> str:
     return wide[0] if wide else FP16.name
 
 
+def copies_values(dtype: str, arch: str) -> bool:
+    """Whether `split_forward` keeps a tile of these values in SRAM once more, as the fp16 numbers that FP8 ones become.
+
+    Two values in one instruction are PTX, from compute capability 8.9 on. On 10.0 Triton 3.6 cannot pipeline a loop
+    that has it, and puts values into SRAM by itself.
+    """
+    return dtype in EIGHTHS and arch in ("sm_89", "sm_90")
+
+
 def named_by_torch() -> dict[torch.dtype, str]:
     """The names of torch's dtypes."""
     return {dtype.torch: name for name, dtype in ALL.items()}

@@ -22,6 +22,7 @@ _SWITCHES = (
     "q_share",
     "s",
     "score_bytes",
+    "v_copy",
     "v_share",
 )
 

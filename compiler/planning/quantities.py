@@ -57,6 +57,9 @@ class Sizes(NamedTuple):  # hundreds are made where forms are ranked: a dataclas
     kv_share: float = 1  # bytes of an element of key and value, beside e
     q_share: float = 1  # the same of the query
     v_share: float = 1  # bytes of an element of the value, beside those of the key
+    v_copy: float = (
+        0  # SRAM bytes of an element of a tile of values once more, where FP8 ones become fp16 there; else 0
+    )
 
 
 Formula: TypeAlias = Callable[[Sizes], float]
@@ -174,7 +177,8 @@ def none(x: Sizes) -> float:
 def flash_forward_sram(x: Sizes) -> float:
     """Q, then K and V loaded ahead: what Triton reports, to the byte, where it was compared."""
     keys = x.s * x.bkv * (x.C + x.v_share * x.Cu) * x.e * x.kv_share
-    return x.owned_in_sram * x.bq * x.C * x.e + keys + x.score_bytes * x.bq * x.bkv
+    copy = x.v_copy * x.bkv * x.Cu
+    return x.owned_in_sram * x.bq * x.C * x.e + keys + copy + x.score_bytes * x.bq * x.bkv
 
 
 def flash_forward_read(x: Sizes) -> float:

@@ -64,7 +64,7 @@ def longest_visits(
 @lru_cache(maxsize=4096)
 def divided(
     units: int, tiles: int, slots: int, enough: float, tile_bytes: float, bytes_per_second: float,
-    uneven: bool = False, busy: float = 0.0, most: int = MOST_PARTS,
+    uneven: bool = False, busy: float = 0.0, most: int = MOST_PARTS, sms: int = 1, together: float = 0.0,
 ) -> Parts:  # fmt: skip
     """The division with the least predicted time.
 
@@ -72,13 +72,15 @@ def divided(
     together, which share the bandwidth. enough: of them read as fast as the memory can. tile_bytes: of keys and values
     that a program reads for a tile. uneven: lengths lie on the device, where sequences may be as long as each other, or
     half as long on average. busy: seconds that a program computes on a tile, at the least. most: parts.
+    together: seconds that an SM computes on a tile of one program, where it has several.
     """
 
     def seconds(size: int, programs: float) -> float:
         """Of so many programs with so many tiles each."""
         sharing = max(min(programs, slots), enough)
+        computed = max(busy, ceil(min(programs, slots) / sms) * together)
         alone = START + min(size, AHEAD) * TILE
-        return ceil(programs / slots) * (size * max(tile_bytes * sharing / bytes_per_second, busy) + alone)
+        return ceil(programs / slots) * (size * max(tile_bytes * sharing / bytes_per_second, computed) + alone)
 
     best, least = Parts(1, max(tiles, 1)), inf
     for parts in range(1, min(most, max(tiles, 1)) + 1):

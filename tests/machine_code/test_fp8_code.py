@@ -83,6 +83,13 @@ def test_a_pair_of_an_fp8_cache_is_converted_by_one_instruction(sequences: str, 
     assert split.count(r"cvt\.rn\.f16x2\.e4m3x2") >= 64
     assert split.count(r"cvt\.rn\.bf16") <= split.count(r"cvt\.rn\.f16x2\.e4m3x2") // 8  # of the output alone
     assert split.spilled <= 64  # outside of the loops
+    assert not split.instructions(r"LDS\.U8")  # a pair of values lies in two rows: single bytes took a third longer
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float16, E5M2, E5M2), (torch.bfloat16, E4M3, E5M2)])
+def test_values_of_other_formats_are_fp16_in_sram_as_well(dtypes) -> None:
+    split = compiled(dtypes, schedule="split_kv", q_len=1, sequences="paged")["split_forward"]
+    assert split.count(r"cvt\.rn\.f16x2\.e5m2x2") >= 64 and not split.instructions(r"LDS\.U8")
 
 
 @pytest.mark.parametrize("sequences", ["lengths", "paged"])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ....compiler.analysis.tiles.facts import Facts
 from ....compiler.analysis.tiles.results import Axis, TileSource
-from ....compiler.planning.dtypes import dtype_named
+from ....compiler.planning.dtypes import copies_values, dtype_named
 from ....compiler.planning.gradient_sums import Finish, Owner
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.records import Segment
@@ -54,6 +54,7 @@ class Quantized:
 
     converted: dict[str, str]  # what a tile of queries, keys or values is converted to, by its letter, where it is
     scales_rows: bool  # rows of the query are scaled by powers of two, to fit fp16
+    fp16_values: str  # the PTX instruction that makes two FP8 values fp16 where these go to SRAM again; "" for none
     descales: list[str]  # options of the call, "k_descale"
     row_descales: frozenset[str]  # those that are numbers of rows of keys
 
@@ -169,7 +170,9 @@ def _quantized(code: CodePlan) -> Quantized:
     pairs = {"q": (d.query, d.products), "k": (d.key, d.products), "v": (d.value, d.weights)}
     converted = {letter: dtype_named(to).torch_name for letter, (own, to) in pairs.items() if own != to}
     own: list[str] = [n for n in ("q_descale", "k_descale", "v_descale") if n in signature.options]
-    return Quantized(converted if d.quantized else {}, d.scales_rows, own, signature.scaled_rows)
+    copied = code.schedule.algorithm == "split_kv" and copies_values(d.value, signature.arch)
+    in_ptx = f"cvt.rn.f16x2.{d.value}x2" if copied and not signature.widths.value_is_key else ""
+    return Quantized(converted if d.quantized else {}, d.scales_rows, in_ptx, own, signature.scaled_rows)
 
 
 def _columned(segments: tuple[Segment, ...]) -> list[Columned]:

@@ -152,7 +152,7 @@ _SPLIT_32 = (Tiling(16, 32, 4, 2), Tiling(16, 32, 8, 1), Tiling(16, 16, 8, 1))
 _SPLIT_EVEN = {128: Tiling(64, 128, 4, 3)}
 
 
-SPLIT_FP8 = Tiling(32, 128, 4, 4)  # of FP8 keys of 65 to 128 columns: an SM has room for two programs of so many bytes
+SPLIT_FP8 = Tiling(32, 128, 4, 3)  # of FP8 keys of 65 to 128 columns: an SM has room for two programs of so many bytes
 
 
 def split_tilings(
