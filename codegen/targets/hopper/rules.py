@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import NamedTuple
 
 from ....compiler.analysis.tiles.facts import Facts
 from ....compiler.analysis.values.places import read_once
@@ -27,13 +26,14 @@ MOST_BY_DISTANCE = 128  # columns beside which a tile's reads have registers
 LARGEST_HANDED_ON = 2.0**14  # of fp16, whose largest number is 65504: what one consumer may hand to another
 RANKS = (128, 256, 384, 512)  # of latent caches: two warpgroups have as many whole pieces
 _BY_TRITON = "computed by the triton target"
+Refusal = str  # why calls of a kind are not computed
 
 
 class Case:
     """Calls of one signature of a variant, and what rules ask of them."""
 
     def __init__(self, signature: Signature, facts: Facts) -> None:
-        self.signature, self.facts, self.attention = signature, facts, facts.attention
+        self.signature, self.facts, self.variant = signature, facts, facts.attention.canonical
         self.widths: Widths = signature.widths
 
     @property
@@ -54,29 +54,28 @@ class Case:
     @property
     def pairwise(self) -> bool:
         """Whether weights are found pair by pair, by a normalizer that is no softmax."""
-        return self.attention.canonical.weighs != SOFTMAX
+        return self.variant.weighs != SOFTMAX
+
+    @property
+    def rank(self) -> int:
+        """Columns of a latent vector that are the value."""
+        return self.widths.value_dim
+
+    @property
+    def rotary(self) -> int:
+        """Its columns behind these."""
+        return self.widths.head_dim - self.widths.value_dim
 
 
-class Refusal(NamedTuple):
-    """A kind of calls that the target does not compute, and why."""
-
-    holds: Callable[[Case], object]
-    words: str | Callable[[Case], str]
-
-
-def refused(refusals: Iterable[Refusal], case: Case) -> str | None:
-    """The words of the first refusal that holds; None where none does."""
-    for refusal in refusals:
-        if refusal.holds(case):
-            words = refusal.words if isinstance(refusal.words, str) else refusal.words(case)
-            return f"hopper: {words}"
-    return None
+def refused(*refusals: Iterable[Refusal]) -> str | None:
+    """The words of the first refusal; None where there is none."""
+    return next((f"hopper: {words}" for some in refusals for words in some), None)
 
 
 # -- FP8 ---------------------------------------------------------------------------------------------------------------
 def no_fp8_products(c: Case) -> str | None:
     """For which calls there are products of FP8 operands, where this is none of them; None where it is one."""
-    d, variant = c.signature.dtypes, c.attention.canonical
+    d = c.signature.dtypes
     is_narrow = max(c.widths.head_dim, c.widths.value_dim) <= TILE_COLUMNS[-1]
     pieces = [p.columns for p in key_pieces(piecewise(c.widths.head_dim), c.widths)] if is_narrow else []
     needs = (
@@ -85,7 +84,7 @@ def no_fp8_products(c: Case) -> str | None:
         (c.signature.direction == "forward" and not c.widths.value_is_key, "in forwards of heads"),
         (not c.sequences.keys.pooled, "with keys that lie in no blocks"),
         (not c.signature.scaled_rows, "with one k_descale and v_descale a head"),
-        (not c.pairwise and not variant.drops, "with softmax weights, none dropped"),
+        (not c.pairwise and not c.variant.drops, "with softmax weights, none dropped"),
         (not c.facts.scores_lie_far, "with scores that are known to lie near 0"),
         (not c.facts.scale_sign_unknown, "where the factor of a score is positive"),
         (not c.widths.rope_dim, "with keys of one tensor"),
@@ -98,124 +97,94 @@ def _is_latent_cache(c: Case) -> bool:
     """Whether the call reads latent vectors in e4m3, with rotary columns in 16 bits beside them."""
     d, widths = c.signature.dtypes, c.widths
     halves = d.query in HALVES and d.out in HALVES
-    return widths.value_is_key and d.key == E4M3.name and halves and widths.rope_dim == _rotary(c) > 0
+    return widths.value_is_key and d.key == E4M3.name and halves and widths.rope_dim == c.rotary > 0
 
 
 # -- all kernels -------------------------------------------------------------------------------------------------------
-COMMON = (
-    Refusal(
-        lambda c: c.signature.arch == "cpu",
-        "needs a GPU, the operands are on the CPU; use target='cpu' or 'interpret'",
-    ),
-    Refusal(lambda c: not has_triton(), "needs Triton; pip install triton"),
-    Refusal(
-        lambda c: c.signature.arch != "sm_90",
-        lambda c: f"needs compute capability 9.0, this is {c.signature.arch}",
-    ),
-    Refusal(
-        lambda c: c.signature.dtypes.quantized and not _is_latent_cache(c) and no_fp8_products(c),
-        lambda c: (
-            f"has FP8 products {no_fp8_products(c)}; leave target out, and operands become bf16 where many queries "
-            "read a key"
-        ),
-    ),
-    Refusal(
-        lambda c: c.signature.dtype not in HALVES,
-        lambda c: f"needs bf16 or fp16 operands, got {c.signature.dtype}",
-    ),
-    Refusal(
-        lambda c: lacks(c.attention.canonical.weighs, "hopper"),
-        lambda c: str(lacks(c.attention.canonical.weighs, "hopper")),
-    ),
-    Refusal(lambda c: c.attention.canonical.folded_origin, lambda c: f"parts of calls with dropout are {_BY_TRITON}"),
-    Refusal(lambda c: not c.sequences.in_order, lambda c: f"{not_in_order(c.sequences)} are {_BY_TRITON}"),
-    Refusal(
-        lambda c: not c.sequences.keys.is_box or c.sequences.is_outside,
-        lambda c: f"tiles of {c.sequences} sequences are no boxes that TMA is told of; they are {_BY_TRITON}",
-    ),
-)
+def of_all(c: Case) -> Iterator[Refusal]:
+    """Of kernels of latent caches, and of those of heads."""
+    signature, kind = c.signature, c.sequences
+    if signature.arch == "cpu":
+        yield "needs a GPU, the operands are on the CPU; use target='cpu' or 'interpret'"
+    if not has_triton():
+        yield "needs Triton; pip install triton"
+    if signature.arch != "sm_90":
+        yield f"needs compute capability 9.0, this is {signature.arch}"
+    if signature.dtypes.quantized and not _is_latent_cache(c) and (lacking := no_fp8_products(c)):
+        yield f"has FP8 products {lacking}; leave target out, and operands become bf16 where many queries read a key"
+    if signature.dtype not in HALVES:
+        yield f"needs bf16 or fp16 operands, got {signature.dtype}"
+    if normalizers := lacks(c.variant.weighs, "hopper"):
+        yield normalizers
+    if c.variant.folded_origin:
+        yield f"parts of calls with dropout are {_BY_TRITON}"
+    if not kind.in_order:
+        yield f"{not_in_order(kind)} are {_BY_TRITON}"
+    if not kind.keys.is_box or kind.is_outside:
+        yield f"tiles of {kind} sequences are no boxes that TMA is told of; they are {_BY_TRITON}"
+
 
 # -- latent caches -----------------------------------------------------------------------------------------------------
-LATENT = (
-    Refusal(
-        lambda c: softmax_only(c.attention.canonical.weighs),
-        lambda c: f"for absorbed latent attention {softmax_only(c.attention.canonical.weighs)}",
-    ),
-    Refusal(
-        lambda c: _rank(c) not in RANKS or _rotary(c) > ROTARY_COLUMNS or _rotary(c) % 8,
-        lambda c: (
+def of_latent_caches(c: Case) -> Iterator[Refusal]:
+    if softmax := softmax_only(c.variant.weighs):
+        yield f"for absorbed latent attention {softmax}"
+    if c.rank not in RANKS or c.rotary > ROTARY_COLUMNS or c.rotary % 8:
+        yield (
             f"latent caches have a rank of {alternatives(RANKS)} and a multiple of 8 rotary columns up to "
-            f"{ROTARY_COLUMNS}, got {_rank(c)} and {_rotary(c)}; {_BY_TRITON}"
-        ),
-    ),
-    Refusal(lambda c: c.signature.sequences.keys.packed, f"packed keys of latent caches are {_BY_TRITON}"),
-    Refusal(
-        lambda c: c.widths.rope_dim and not _is_latent_cache(c),
-        f"latent caches of 16 bits with rotary columns apart are {_BY_TRITON}",
-    ),
-    Refusal(lambda c: c.attention.canonical.drops, f"latent caches with dropout are {_BY_TRITON}"),
-    Refusal(
-        lambda c: c.facts.traits.measured is not None,
-        f"latent caches with a mask that reads tensors by position are {_BY_TRITON}",
-    ),
-    Refusal(
-        lambda c: tiles_by_head(c.facts, c.facts.tile_source),
-        f"latent caches with a mask whose tiles differ by head are {_BY_TRITON}",
-    ),
-)
-
-
-def _rank(c: Case) -> int:
-    return c.widths.value_dim
-
-
-def _rotary(c: Case) -> int:
-    return c.widths.head_dim - c.widths.value_dim
+            f"{ROTARY_COLUMNS}, got {c.rank} and {c.rotary}; {_BY_TRITON}"
+        )
+    if c.sequences.keys.packed:
+        yield f"packed keys of latent caches are {_BY_TRITON}"
+    if c.widths.rope_dim and not _is_latent_cache(c):
+        yield f"latent caches of 16 bits with rotary columns apart are {_BY_TRITON}"
+    if c.variant.drops:
+        yield f"latent caches with dropout are {_BY_TRITON}"
+    if c.facts.traits.measured is not None:
+        yield f"latent caches with a mask that reads tensors by position are {_BY_TRITON}"
+    if tiles_by_head(c.facts, c.facts.tile_source):
+        yield f"latent caches with a mask whose tiles differ by head are {_BY_TRITON}"
 
 
 # -- heads -------------------------------------------------------------------------------------------------------------
-def _pairwise(holds: Callable[[Case], object], words: str) -> Refusal:
-    """Of a normalizer whose weights are found pair by pair."""
-    return Refusal(
-        lambda c: c.pairwise and holds(c), lambda c: f"{words} of {c.attention.canonical.weighs.name} are {_BY_TRITON}"
-    )
+def of_forwards(c: Case) -> Iterator[Refusal]:
+    yield from _of_widths(c)
+    yield from _of_shared_keys(c)
+    yield from _of_masks(c)
 
 
-def _misfits(width: int) -> bool:
-    return not NARROWEST <= width <= TILE_COLUMNS[-1] or width % 8 > 0
+def _of_widths(c: Case) -> Iterator[Refusal]:
+    """Of columns of operands, and of normalizers."""
+    head_dim, value_dim = c.widths.head_dim, c.widths.value_dim
+    if c.widths.value_is_key:
+        yield "absorbed latent attention has schedule split_kv alone"
+    if any(not NARROWEST <= width <= TILE_COLUMNS[-1] or width % 8 for width in (head_dim, value_dim)):
+        yield (
+            f"needs D and Dv to be multiples of 8 from {NARROWEST} to {TILE_COLUMNS[-1]}, got D {head_dim}, "
+            f"Dv {value_dim}"
+        )
+    if c.pairwise:  # statistics of rows in its templates are those of a softmax
+        by_pair = f"of {c.variant.weighs.name} are {_BY_TRITON}"
+        if c.variant.weighs.saves_lse:
+            yield f"calls {by_pair}"
+        if c.variant.drops:
+            yield f"weights that are dropped, {by_pair}"
+        if c.facts.boxed_read is not None:
+            yield f"scores that read a tensor by both positions, {by_pair}"
 
 
-_WIDTHS = (
-    Refusal(lambda c: c.widths.value_is_key, "absorbed latent attention has schedule split_kv alone"),
-    Refusal(
-        lambda c: _misfits(c.widths.head_dim) or _misfits(c.widths.value_dim),
-        lambda c: (
-            f"needs D and Dv to be multiples of 8 from {NARROWEST} to {TILE_COLUMNS[-1]}, "
-            f"got D {c.widths.head_dim}, Dv {c.widths.value_dim}"
-        ),
-    ),
-    # statistics of rows in its templates are those of a softmax
-    _pairwise(lambda c: c.attention.canonical.weighs.saves_lse, "calls"),
-    _pairwise(lambda c: c.attention.canonical.drops, "weights that are dropped,"),
-    _pairwise(lambda c: c.facts.boxed_read is not None, "scores that read a tensor by both positions,"),
-)
-_SHARED_KEY = Refusal(
-    lambda c: c.widths.rope_dim and not has_pieces_apart(c.widths),
-    lambda c: (
-        "needs keys of 64 or 128 columns and fewer rotary ones for expanded latent attention, got "
-        f"{c.widths.head_dim - c.widths.rope_dim} and {c.widths.rope_dim}; {_BY_TRITON}"
-    ),
-)
-_MASKS = (
-    Refusal(
-        lambda c: c.facts.tile_source == "lists" and _no_cells(c),
-        lambda c: f"a mask that reads a tensor by both positions {_no_cells(c)} is for the triton target",
-    ),
-    Refusal(
-        lambda c: c.signature.sequences.is_mixed and c.facts.traits.measured is not None,
-        f"masks that read tensors, of packed queries over pages, are {_BY_TRITON}",
-    ),
-)
+def _of_shared_keys(c: Case) -> Iterator[Refusal]:
+    if c.widths.rope_dim and not has_pieces_apart(c.widths):
+        yield (
+            "needs keys of 64 or 128 columns and fewer rotary ones for expanded latent attention, got "
+            f"{c.widths.head_dim - c.widths.rope_dim} and {c.widths.rope_dim}; {_BY_TRITON}"
+        )
+
+
+def _of_masks(c: Case) -> Iterator[Refusal]:
+    if c.facts.tile_source == "lists" and (why := _no_cells(c)):
+        yield f"a mask that reads a tensor by both positions {why} is for the triton target"
+    if c.sequences.is_mixed and c.facts.traits.measured is not None:
+        yield f"masks that read tensors, of packed queries over pages, are {_BY_TRITON}"
 
 
 def _no_cells(c: Case) -> str | None:
@@ -230,26 +199,63 @@ def _no_cells(c: Case) -> str | None:
     return None
 
 
-FORWARD = (*_WIDTHS, _SHARED_KEY, *_MASKS)
-
-
 # -- backwards ---------------------------------------------------------------------------------------------------------
-def _drawn(holds: Callable[[Case], object], words: str) -> Refusal:
+def of_backwards(c: Case) -> Iterator[Refusal]:
+    yield from _of_widths(c)
+    by_rows, rope, signature, facts = fits_by_rows(c.widths), c.widths.rope_dim, c.signature, c.facts
+    if c.pairwise:
+        by_pair = f"of {c.variant.weighs.name} are {_BY_TRITON}"
+        if not by_rows:
+            yield f"backwards with D above 192 or Dv above 128, {by_pair}"
+        if c.by_distance:
+            yield f"backwards of scores that are read by distance, {by_pair}"
+    if c.variant.drops:
+        yield from _of_dropout(c)
+    yield from _of_shared_keys(c)
+    if rope and not by_rows:
+        got = f"got {c.widths.value_dim}; {_BY_TRITON}"
+        yield f"needs Dv of 128 or less for gradients of expanded latent attention, {got}"
+    yield from _of_masks(c)
+    if c.by_distance:
+        yield from _of_distances(c)
+    if _sums_a_table_or_sink_alone(c):
+        what = "a table's" if sums_diagonals(signature, facts) else "a sink's"
+        yield f"{what} gradient alone ({', '.join(sorted(signature.wanted))}) is {_BY_TRITON}"
+    if c.read_by_pair:
+        yield from _of_gradients_by_pair(c)
+    if sums_of_keys(signature, facts) and not by_rows:
+        yield f"gradients of operands read by kv_pos need D of 192 and Dv of 128 or less; {_BY_TRITON}"
+    # one consumer hands gradients of scores to the other one, in the dtype of operands
+    hands_on = not by_rows and facts.linear_scale is None and dtype_named(signature.dtype).is_narrow
+    if hands_on and facts.largest_slope > LARGEST_HANDED_ON:
+        yield (
+            "above D 192 or Dv 128 a backward in fp16 needs a score whose derivative is known to be below "
+            f"{LARGEST_HANDED_ON:.0f}; {_BY_TRITON}"
+        )
+
+
+def _of_dropout(c: Case) -> Iterator[Refusal]:
     """Where it does not draw what a backward drops."""
-    return Refusal(
-        lambda c: c.attention.canonical.drops and holds(c), f"the backward of dropout {words} is {_BY_TRITON}"
-    )  # fmt: skip
+    said = f"is {_BY_TRITON}"
+    if c.widths.rope_dim:
+        yield f"the backward of dropout of expanded latent attention {said}"
+    if not fits_by_rows(c.widths):
+        yield f"the backward of dropout with D above 192 or Dv above 128 {said}"
+    if wanted_kinds(c.signature, c.facts):
+        yield f"the backward of dropout with gradients of operands {said}"
+    if c.facts.boxed_read is not None:  # which has no tiles there
+        yield f"the backward of dropout beside what each pair reads {said}"
 
 
-def _distances(holds: Callable[[Case], object], words: str) -> Refusal:
-    """Where its backwards do not read a score by distance, or sum such a gradient."""
-    said = f"backwards of scores that are read by distance {words} are {_BY_TRITON}"
-    return Refusal(lambda c: c.by_distance and holds(c), said)
-
-
-def _splits_no_tables(c: Case) -> bool:
-    tables = tables_of(c.facts, "flash", c.signature)
-    return bool(tables) and c.facts.score_of_levels(tables) is None
+def _of_distances(c: Case) -> Iterator[Refusal]:
+    """Where backwards do not read a score by distance, or sum such a gradient."""
+    said, tables = "backwards of scores that are read by distance", tables_of(c.facts, "flash", c.signature)
+    if max(c.widths.head_dim, c.widths.value_dim) > MOST_BY_DISTANCE:
+        yield f"{said} with D or Dv above 128 are {_BY_TRITON}"
+    if c.widths.rope_dim or c.variant.drops:
+        yield f"{said} of expanded latent attention, or with dropout, are {_BY_TRITON}"
+    if tables and c.facts.score_of_levels(tables) is None:
+        yield f"{said} and are no number times q.k plus what they have by distance are {_BY_TRITON}"
 
 
 def _sums_a_table_or_sink_alone(c: Case) -> bool:
@@ -259,73 +265,23 @@ def _sums_a_table_or_sink_alone(c: Case) -> bool:
     return not c.signature.wanted & ({"query"} | OWNED_BY_KEYS | summed)
 
 
-def _words_alone(c: Case) -> str:
-    what = "a table's" if sums_diagonals(c.signature, c.facts) else "a sink's"
-    return f"{what} gradient alone ({', '.join(sorted(c.signature.wanted))}) is {_BY_TRITON}"
-
-
-def _words_by_pair(c: Case) -> str:
+def _of_gradients_by_pair(c: Case) -> Iterator[Refusal]:
+    """Of operands that are read by both positions."""
     names, read = c.read_by_pair, c.facts.boxed_read
-    lacking = f"gradients of operands read by both positions ({', '.join(names)}) are {_BY_TRITON}"
-    if read is None or [read.tensor.name] != names or not read_once(read):
-        return lacking
-    return (
-        f"{lacking}, but in one pass, where {names[0]} has 16 or 32 bits an entry, rows a multiple of 16 bytes "
-        "apart, and is added to a score that is a number times q.k"
-    )
-
-
-def _columns(c: Case) -> int:
-    return piecewise(c.widths.head_dim) + piecewise(c.widths.value_dim)
-
-
-def _hands_on_too_much(c: Case) -> bool:
-    """One consumer hands gradients of scores to the other one, in the dtype of operands."""
-    hands_on = not fits_by_rows(c.widths) and c.facts.linear_scale is None and dtype_named(c.signature.dtype).is_narrow
-    return hands_on and c.facts.largest_slope > LARGEST_HANDED_ON
-
-
-BACKWARD = (
-    *_WIDTHS,
-    _pairwise(lambda c: not fits_by_rows(c.widths), "backwards with D above 192 or Dv above 128,"),
-    _pairwise(lambda c: c.by_distance, "backwards of scores that are read by distance,"),
-    _drawn(lambda c: c.widths.rope_dim, "of expanded latent attention"),
-    _drawn(lambda c: not fits_by_rows(c.widths), "with D above 192 or Dv above 128"),
-    _drawn(lambda c: wanted_kinds(c.signature, c.facts), "with gradients of operands"),
-    _drawn(lambda c: c.facts.boxed_read is not None, "beside what each pair reads"),  # which has no tiles there
-    _SHARED_KEY,
-    Refusal(
-        lambda c: c.widths.rope_dim and not fits_by_rows(c.widths),
-        lambda c: (
-            "needs Dv of 128 or less for gradients of expanded latent attention, got "
-            f"{c.widths.value_dim}; {_BY_TRITON}"
-        ),
-    ),
-    *_MASKS,
-    _distances(lambda c: max(c.widths.head_dim, c.widths.value_dim) > MOST_BY_DISTANCE, "with D or Dv above 128"),
-    _distances(
-        lambda c: c.widths.rope_dim or c.attention.canonical.drops, "of expanded latent attention, or with dropout,"
-    ),
-    _distances(_splits_no_tables, "and are no number times q.k plus what they have by distance"),
-    Refusal(_sums_a_table_or_sink_alone, _words_alone),
-    Refusal(lambda c: c.read_by_pair and not stores_boxes(c.signature, c.facts), _words_by_pair),
-    Refusal(
-        lambda c: c.read_by_pair and c.signature.boxed == 4 and _columns(c) > MOST_BESIDE_WORDS,
-        lambda c: (
-            f"tiles of {c.read_by_pair[0]}, 32 bits an entry, have SRAM beside {MOST_BESIDE_WORDS} columns of D "
-            f"and Dv together, got {_columns(c)}: its gradient is {_BY_TRITON}"
-        ),
-    ),
-    Refusal(
-        lambda c: sums_of_keys(c.signature, c.facts) and not fits_by_rows(c.widths),
-        f"gradients of operands read by kv_pos need D of 192 and Dv of 128 or less; {_BY_TRITON}",
-    ),
-    Refusal(
-        _hands_on_too_much,
-        "above D 192 or Dv 128 a backward in fp16 needs a score whose derivative is known to be below "
-        f"{LARGEST_HANDED_ON:.0f}; {_BY_TRITON}",
-    ),
-)
+    if not stores_boxes(c.signature, c.facts):
+        lacking = f"gradients of operands read by both positions ({', '.join(names)}) are {_BY_TRITON}"
+        if read is not None and [read.tensor.name] == names and read_once(read):
+            lacking += (
+                f", but in one pass, where {names[0]} has 16 or 32 bits an entry, rows a multiple of 16 bytes apart, "
+                "and is added to a score that is a number times q.k"
+            )
+        yield lacking
+    columns = piecewise(c.widths.head_dim) + piecewise(c.widths.value_dim)
+    if c.signature.boxed == 4 and columns > MOST_BESIDE_WORDS:
+        yield (
+            f"tiles of {names[0]}, 32 bits an entry, have SRAM beside {MOST_BESIDE_WORDS} columns of D and Dv "
+            f"together, got {columns}: its gradient is {_BY_TRITON}"
+        )
 
 
 def alternatives(numbers: Iterable[int]) -> str:

@@ -53,7 +53,7 @@ from .kernels.statistics import FIRST_STORED, ROUND_DQUERY, ROW_STATISTICS, stat
 from .latent import LEAST_PAGE, best_latent_form, latent_misfit, no_latent_form, small_pages
 from .launcher import launcher_of
 from .pieces import key_pieces, piecewise
-from .rules import BACKWARD, COMMON, FORWARD, LATENT, Case, refused
+from .rules import Case, of_all, of_backwards, of_forwards, of_latent_caches, refused
 
 ONE_PASS: tuple[Kernel, ...] = (ROW_STATISTICS, FLASH_BACKWARD, ROUND_DQUERY)
 ONE_PASS_STORED: tuple[Kernel, ...] = (FIRST_STORED, FIRST_STORED_BACKWARD, ROUND_DQUERY)
@@ -111,10 +111,10 @@ class HopperTarget(Target):
         return "hopper: has schedule flash only, and split_kv of latent caches"
 
     def supports(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
-        case, of_heads = Case(signature, facts), BACKWARD if kernel.direction == "backward" else FORWARD
+        case, of_heads = Case(signature, facts), of_backwards if kernel.direction == "backward" else of_forwards
         absorbed = kernel.shares_keys or signature.widths.value_is_key
-        lacking = refused((*COMMON, *LATENT), case) if absorbed else None
-        return lacking if kernel.shares_keys else lacking or refused((*COMMON, *of_heads), case)
+        lacking = refused(of_all(case), of_latent_caches(case)) if absorbed else None
+        return lacking if kernel.shares_keys else lacking or refused(of_all(case), of_heads(case))
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
         """Tensors that the tensor memory accelerator cannot read in place."""
