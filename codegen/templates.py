@@ -33,7 +33,7 @@ def environment(*folders: Path) -> jinja2.Environment:
         extensions=[LineHoles],
     )
     made.filters |= {"lines": lines, "listed": listed, "quoted": quoted, "complete": complete, "of_dtype": of_dtype}
-    made.filters |= {"tupled": tupled, "taken": taken, "from_here": from_here}
+    made.filters |= {"named": named, "tupled": tupled, "taken": taken, "from_here": from_here}
     return made
 
 
@@ -69,6 +69,15 @@ def quoted(names: Iterable[str], width: int = 116) -> str:
     '"a", "b", "c",'
     """
     return listed([f'"{name.strip()}"' for entry in names for name in entry.split(",") if name.strip()], width)
+
+
+def named(things: Iterable[object], *patterns: str) -> list[str]:
+    """The names that things have by patterns, one thing after the other.
+
+    >>> named([1, 2], "key{0}"), named(["a"], "{0}_low", "{0}_high")
+    (['key1', 'key2'], ['a_low', 'a_high'])
+    """
+    return [pattern.format(thing) for thing in things for pattern in patterns]
 
 
 def tupled(names: Iterable[str]) -> str:
