@@ -11,7 +11,7 @@ from ..compiler.analysis.tiles.facts import Facts
 from ..compiler.analysis.tiles.measured import LIST_HEAD, SPAN_ROOM
 from ..compiler.analysis.tiles.results import PAIR_KINDS, Axis, OperandGradient
 from ..compiler.analysis.tiles.survey import Cells, Survey
-from ..compiler.analysis.values.magnitudes import largest
+from ..compiler.analysis.values.defined import largest
 from ..compiler.analysis.values.places import differ_by_pair, read_once
 from ..compiler.planning.by_distance import Levels, Planned, gradients_in
 from ..compiler.planning.dtypes import HALVES, dtype_named

@@ -11,7 +11,7 @@ import torch
 import weft
 from weft import exp, head, kv_len, kv_pos, log, q_len, q_pos, rsqrt, score, sqrt
 from weft.compiler.analysis.tiles.facts import facts_of
-from weft.compiler.analysis.values import defined
+from weft.compiler.analysis.values import defined, floats
 from weft.compiler.analysis.values.defined import is_below_inf, is_below_inf_at_last, is_number
 from weft.ir.expr import Expr
 from weft.ir.operators import OPERATORS
@@ -97,7 +97,7 @@ def test_tables_go_on_behind_the_last_distance() -> None:
 
 
 def test_somebodys_own_operator_may_give_anything() -> None:
-    assert defined._of("of_somebody", [defined.Interval(0.0, 1.0)]) is None
+    assert floats.applied("of_somebody", [floats.Interval(0.0, 1.0)], lambda found, *_: found) is None
 
 
 # -- against numbers ---------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_intervals_hold_every_number(op: str) -> None:
     drawn = random.Random(op)
     for _ in range(2000):
         ends = [sorted(drawn.choices(FLOATS, k=2)) for _ in range(OPERATORS[op].arity)]
-        found = defined._of(op, [defined.Interval(*e) for e in ends])
+        found = floats.applied(op, [floats.Interval(*e) for e in ends], defined._as_float32)
         if found is None:
             continue
         found = defined._as_float32(found)

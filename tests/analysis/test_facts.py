@@ -131,7 +131,7 @@ SLOPES = [  # score, whether its slope is finite at any values of tensors and sc
     (SCORE * KV_POS / symbol("kv_len"), True),
     (SCORE / (1.0 + Q_POS), False),  # q_offset may be negative
     (where(PAIR > 0.0, SCORE, 0.05), True),
-    (tanh(exp(tanh(SCORE))), False),  # an exponential is not followed
+    (tanh(exp(tanh(SCORE))), True),  # an exponential of what is bounded
     (FACTOR * tanh(SCORE / FACTOR), False),
     (30.0 * tanh((SCORE + PAIR) / 30.0), False),  # NaN
     (PAIR * where(KV_POS < 4, SCORE, 0.05), False),

@@ -15,9 +15,9 @@ from ....ir.canonical import canonical
 from ....ir.expr import Call, Const, Expr, Load, Symbol, call, symbol
 from ....ir.walk import children, loads, substitute, symbols
 from ..values.affine import const, make
-from ..values.defined import is_below_inf, is_below_inf_at_last, is_number
+from ..values.defined import is_below_inf, is_below_inf_at_last, is_clearly_positive, is_number, largest
 from ..values.distances import DISTANCE, ByDistance, parts_by_distance, with_tables
-from ..values.magnitudes import NEAR_0, holds, is_clearly_positive, largest, size
+from ..values.magnitudes import NEAR_0, holds, size
 from ..values.places import POSITIONS, by_difference, index_symbols, rows_of_boxes
 from .bounds import anywhere, kv_bounds, q_bounds
 from .measured import measuring

@@ -1,31 +1,21 @@
 """Which floats have a value everywhere: kernels evaluate scores at rows that are not there, too.
 
-An interval holds all values that a float may take. Its ends are infinite where an infinity is among them; where NaN
-may be, there is none. Positions may be any. What tensors and scalars hold is taken to be of usual size: other values
+Positions may be any. What tensors and scalars hold is taken to be of usual size: other values
 reach pairs that exist, too. Roundings are left out of account.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
 
 from ....ir.expr import Call, Const, Expr, Load, Scalar, Symbol, call
 from ....ir.operators import LARGEST_FLOOR, OPERATORS, Range
 from ....ir.walk import rebuild, symbols
-from .magnitudes import LARGEST_FLOAT, SMALLEST_FLOAT, USUAL_SIZE
+from .floats import Interval, applied, in_range, squared
 
-
-class Interval(NamedTuple):
-    """All values between two, which may be among them; neither is NaN."""
-
-    low: float
-    high: float
-
-
-_LN_2 = math.log(2.0)
-_ANY = Interval(-math.inf, math.inf)
+LARGEST_FLOAT = 2.0**120  # a float32 below it is finite, and so are sums of a few
+SMALLEST_FLOAT = 2.0**-120  # a float32 of this size is not 0, and so are products of a few
+USUAL = Interval(-(2.0**40), 2.0**40)  # where products of query and key are taken to lie
 _INT = (-(2**31), 2**31)
 _COUNTS = {"kv_pos": 2**31, "head": 2**20, "kv_head": 2**20, "batch": 2**31, "q_len": 2**31, "kv_len": 2**31}
 _AT_LEAST_1 = {"group": 2**20, "head_dim": 2**12}
@@ -66,124 +56,48 @@ def is_number(node: Expr) -> bool:
     return found is not None and -math.inf < found.low and found.high < math.inf
 
 
-def _interval(node: Expr, least_length: int) -> Interval | None:
-    """All values of a float; None where NaN may be among them."""
+def largest(node: Expr, empty: bool = False) -> float:
+    """A bound on the absolute value of a float; inf where none is known.
+
+    Below inf it is a number, and not NaN. Anything may be read from a tensor or given as a scalar. Sound where products
+    of query and key have usual size. empty: lengths may be 0.
+    """
+    found = _interval(node, 0 if empty else 1, given=None)
+    return math.inf if found is None else max(-found.low, found.high)
+
+
+def is_clearly_positive(node: Expr) -> bool:
+    """Whether a factor is above 0 for all run-time values, in float32 too: exp(-120.0) is 0 there."""
+    found = _interval(node, 1, given=None)
+    return found is not None and 0 < found.low and found.high < math.inf
+
+
+def _interval(node: Expr, least_length: int, given: Interval | None = USUAL) -> Interval | None:
+    """All values of a float; None where NaN may be among them. given: of what tensors and scalars hold."""
     if node.dtype != "float":
         return Interval(*map(float, _ints(node, least_length)))
     match node:
         case Const(value):
-            return Interval(value, value)
-        case Symbol() | Scalar() | Load():  # q.k, and what is given
-            return Interval(-USUAL_SIZE, USUAL_SIZE)
+            return _as_float32(Interval(value, value))
+        case Symbol("qk"):
+            return USUAL
+        case Symbol() | Scalar() | Load():
+            return given
         case Call("mul", (a, b)) if a.text == b.text:
-            found = _interval(a, least_length)
-            return None if found is None else _squared(found)
+            found = _interval(a, least_length, given)
+            return None if found is None else squared(found, _as_float32)
+        case Call("rsqrt", (a,)):  # 0 may have either sign
+            return _interval(call("div", 1.0, call("sqrt", a)), least_length, given)
         case Call("where", (_, *args)) | Call(_, args):
-            known = [_interval(a, least_length) for a in args]
-            found = None if None in known else _of(node.op, [k for k in known if k is not None])
-            return None if found is None else _as_float32(found)
+            known = [_interval(a, least_length, given) for a in args]
+            return None if None in known else applied(node.op, [k for k in known if k is not None], _as_float32)
         case _:
             return None
 
 
-def _of(op: str, known: Sequence[Interval]) -> Interval | None:
-    """Of an operator, from the intervals of its operands."""
-    x, y = known[0], known[-1]
-    match op:
-        case "add":
-            return _sum(x, y)
-        case "sub":
-            return _sum(x, _negated(y))
-        case "neg":
-            return _negated(x)
-        case "mul":
-            return _product(x, y)
-        case "div":
-            return _product(x, _reciprocal(y))
-        case "abs":
-            return Interval(max(x.low, -x.high, 0.0), max(-x.low, x.high))
-        case "minimum":
-            return Interval(min(x.low, y.low), min(x.high, y.high))
-        case "maximum":
-            return Interval(max(x.low, y.low), max(x.high, y.high))
-        case "where":
-            return Interval(min(x.low, y.low), max(x.high, y.high))
-        case _:
-            return _of_function(op, x)
-
-
-def _of_function(op: str, x: Interval) -> Interval | None:
-    match op:
-        case "exp":
-            return Interval(_power(math.e, x.low), _power(math.e, x.high))
-        case "exp2":
-            return Interval(_power(2.0, x.low), _power(2.0, x.high))
-        case "log":
-            return Interval(_log(x.low), _log(x.high)) if x.low >= 0 else None
-        case "log2":
-            return Interval(_log(x.low) / _LN_2, _log(x.high) / _LN_2) if x.low >= 0 else None
-        case "sqrt":
-            return Interval(math.sqrt(x.low), math.sqrt(x.high)) if x.low >= 0 else None
-        case "rsqrt":
-            return _reciprocal(Interval(math.sqrt(x.low), math.sqrt(x.high))) if x.low >= 0 else None
-        case "tanh":
-            return Interval(-1.0, 1.0)
-        case "sigmoid":
-            return Interval(0.0, 1.0)
-        case "softplus" | "logsigmoid":  # they grow, and have a value everywhere
-            low, high = (float(OPERATORS[op].python(end)) for end in x)
-            return Interval(low, high)
-        case "sin" | "cos":
-            return Interval(-1.0, 1.0) if -math.inf < x.low and x.high < math.inf else None
-        case _:  # of somebody's own operator nothing is known
-            return None
-
-
-def _sum(x: Interval, y: Interval) -> Interval | None:
-    if (x.low == -math.inf and y.high == math.inf) or (x.high == math.inf and y.low == -math.inf):
-        return None
-    return Interval(x.low + y.low, x.high + y.high)
-
-
-def _product(x: Interval, y: Interval) -> Interval | None:
-    for one, other in ((x, y), (y, x)):
-        if one.low <= 0 <= one.high and (other.low == -math.inf or other.high == math.inf):
-            return None
-    products = [a * b for a in x for b in y]
-    return Interval(min(products), max(products))
-
-
-def _squared(x: Interval) -> Interval:
-    ends = x.low * x.low, x.high * x.high
-    return _as_float32(Interval(0.0 if x.low <= 0 <= x.high else min(ends), max(ends)))
-
-
-def _reciprocal(x: Interval) -> Interval:
-    if x.low > 0 or x.high < 0:
-        return _as_float32(Interval(1 / x.high, 1 / x.low))
-    return _ANY  # 0 may have either sign
-
-
-def _negated(x: Interval) -> Interval:
-    return Interval(-x.high, -x.low)
-
-
-def _power(base: float, x: float) -> float:
-    try:
-        return base**x
-    except OverflowError:
-        return math.inf
-
-
-def _log(x: float) -> float:
-    return math.log(x) if 0 < x < math.inf else math.inf if x else -math.inf
-
-
-def _as_float32(x: Interval) -> Interval:
-    """Wider, by the infinities and the 0 that floats of 32 bits may be instead."""
-    low = -math.inf if x.low < -LARGEST_FLOAT else 0.0 if 0 < x.low < SMALLEST_FLOAT else x.low
-    high = math.inf if x.high > LARGEST_FLOAT else 0.0 if -SMALLEST_FLOAT < x.high < 0 else x.high
-    return Interval(low, high)
+def _as_float32(x: Interval, relative: float = 0.0, absolute: float = 0.0) -> Interval:
+    """Roundings are left out of account."""
+    return in_range(x, SMALLEST_FLOAT, LARGEST_FLOAT)
 
 
 def _ints(node: Expr, least_length: int) -> Range:

@@ -17,10 +17,10 @@ from ....ir.errors import counted
 from ....ir.expr import INT32_MAX, Call, Const, Expr, Load, Scalar, Symbol
 from ....ir.operators import LARGEST_FLOOR, OPERATORS, Range
 from ....ir.walk import children, nodes, scalars, symbols
+from .floats import Interval, applied, in_range
 
 Ranges: TypeAlias = dict[str, Range]  # of symbols and int scalars, by name
 Extents: TypeAlias = Mapping[str, tuple[int, ...]]  # shapes of tensor operands, by name
-Interval: TypeAlias = tuple[float, float]  # of a float; its ends may be infinite
 
 # An int read from a tensor can be anything; in arithmetic it is trusted to be below 2**30 in size, and in an index and
 # as a divisor it is not trusted.
@@ -174,27 +174,21 @@ class _Evaluation:
                 return _WHOLE
 
     def of_float(self, node: Expr) -> Interval | None:
-        """The interval of a number, roundings in 32 bits included; None where it may be NaN or nothing is known."""
+        """The interval of a number, roundings in 32 bits included."""
         if node.dtype == "int":
-            return self.of_int(node)
+            return Interval(*self.of_int(node))
         match node:
             case Const(value):
-                return _rounded((value, value))
+                return _given(value)
             case Scalar(name) if name in self._floats:
-                return _rounded((self._floats[name],) * 2)
+                return _given(self._floats[name])
             case Call("where", (condition, a, b)):
-                either = [
-                    self._under(condition, taken).of_float(value) for value, taken in self._taken(condition, a, b)
-                ]
-                known = [ends for ends in either if ends is not None]
-                if len(known) < len(either):
-                    return None
-                return min(low for low, _ in known), max(high for _, high in known)
-            case Call(op, args):
-                operands = [self.of_float(a) for a in args]
-                return None if None in operands else _applied(op, [o for o in operands if o is not None])
+                known = [self._under(condition, taken).of_float(value) for value, taken in self._taken(condition, a, b)]
+            case Call(_, args):
+                known = [self.of_float(a) for a in args]
             case _:
                 return None
+        return None if None in known else applied(node.op, [k for k in known if k is not None], _rounded)
 
     def _taken(self, condition: Expr, a: Expr, b: Expr) -> list[tuple[Expr, bool]]:
         """The branches of where(condition, a, b) that may be taken, each with what the condition is then."""
@@ -245,79 +239,15 @@ def _floored(x: float) -> int:
     return math.floor(min(max(x, -LARGEST_FLOOR), LARGEST_FLOOR))
 
 
-def _rounded(found: Interval, relative: float = 1e-5, absolute: float = 0.0) -> Interval | None:
-    """Wider by what float32, and the functions of GPUs, may be off; what they have no number for is 0 or infinite."""
-    low, high = found
-    if math.isnan(low) or math.isnan(high):
-        return None
-    low = low if math.isinf(low) else low - abs(low) * relative - absolute
-    high = high if math.isinf(high) else high + abs(high) * relative + absolute
-    low, high = (-math.inf if low < -_LARGEST else low), (math.inf if high > _LARGEST else high)
-    return (0.0 if 0 < low < _SMALLEST else low), (0.0 if -_SMALLEST < high < 0 else high)
+def _given(value: float) -> Interval | None:
+    return None if math.isnan(value) else _rounded(Interval(value, value), 1e-5, 0.0)
 
 
-_SMALLEST, _LARGEST = 1.2e-38, 3.3e38  # of float32, beside 0 and infinity
-_GROWING = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "softplus", "logsigmoid", "sqrt")
-
-
-def _applied(op: str, operands: list[Interval]) -> Interval | None:
-    """An operator on floats; None where the result may be NaN."""
-    (low, high), (other_low, other_high) = operands[0], operands[-1]
-    match op:
-        case "add":
-            return _rounded((low + other_low, high + other_high)) if _can_add(operands[0], operands[1]) else None
-        case "sub":
-            minus = (-other_high, -other_low)
-            return _rounded((low - other_high, high - other_low)) if _can_add(operands[0], minus) else None
-        case "mul":
-            return _rounded(_corners(operands[0], operands[1]))
-        case "div":
-            if other_low <= 0 <= other_high or math.inf in (abs(other_low), abs(other_high)):
-                return None
-            return _rounded(_corners(operands[0], (1.0 / other_high, 1.0 / other_low)))
-        case "neg":
-            return -high, -low
-        case "abs":
-            return max(low, -high, 0.0), max(-low, high)
-        case "minimum" | "maximum":
-            choice = min if op == "minimum" else max
-            return choice(low, other_low), choice(high, other_high)
-        case _ if op in _GROWING:
-            if low < 0 and op in ("log", "log2", "sqrt"):
-                return None
-            return _rounded((_value(op, low), _value(op, high)), relative=1e-3, absolute=1e-6)
-        case "rsqrt":
-            return None if low < 0 else _rounded((_value(op, high), _value(op, low)), relative=1e-3)
-        case "sin" | "cos" if math.inf not in (-low, high):
-            return _rounded((-1.0, 1.0))
-        case _:
-            return None
-
-
-def _can_add(a: Interval, b: Interval) -> bool:
-    """Infinities of different signs never meet."""
-    return not ((a[0] == -math.inf and b[1] == math.inf) or (a[1] == math.inf and b[0] == -math.inf))
-
-
-def _corners(a: Interval, b: Interval) -> Interval:
-    """The product; NaN where 0 may meet infinity."""
-    infinite = [math.inf in map(abs, x) for x in (a, b)]
-    zero = [x[0] <= 0 <= x[1] for x in (a, b)]
-    if (infinite[0] and zero[1]) or (infinite[1] and zero[0]):
-        return math.nan, math.nan
-    products = [x * y for x in a for y in b]
-    return min(products), max(products)
-
-
-def _value(op: str, x: float) -> float:
-    """A growing function at the end of an interval, which may be infinite, or where it is not defined."""
-    try:
-        return float(OPERATORS[op].python(x))
-    except (ArithmeticError, ValueError):
-        if op == "rsqrt":  # of 0
-            return math.inf
-        lowest = {"log": -math.inf, "log2": -math.inf}.get(op, 0.0)
-        return lowest if x <= 0 else math.inf
+def _rounded(x: Interval, relative: float, absolute: float) -> Interval:
+    """Wider by what float32, and the functions of GPUs, may be off."""
+    low = x.low if math.isinf(x.low) else x.low - abs(x.low) * relative - absolute
+    high = x.high if math.isinf(x.high) else x.high + abs(x.high) * relative + absolute
+    return in_range(Interval(low, high), 1.2e-38, 3.3e38)
 
 
 def _sum_range(terms: Mapping[str, int], env: Ranges) -> Range:
