@@ -16,13 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from ..compiler.analysis.values.defined import is_clearly_positive, never_negative
 from ..ir.errors import InternalError
 from ..ir.expr import Call, Const, Expr, Load, Scalar, Symbol
 from ..ir.operators import OPERATORS, Operator
 from ..ir.walk import children, nodes, symbols
 
-_NEVER_NEGATIVE = frozenset({"kv_pos", "head", "kv_head", "group", "batch", "q_len", "kv_len", "head_dim", "block"})
-_POSITIVE = frozenset({"group", "q_len", "kv_len", "head_dim", "block"})
 # Symbols that are one number for the whole call, so that plain Python arithmetic serves.
 _UNIFORM = frozenset({"q_len", "kv_len", "head_dim", "group"})
 _VARYING = frozenset({"q_pos", "kv_pos", "qk", "score"})
@@ -243,37 +242,7 @@ def _may_raise(op: Operator, args: tuple[Expr, ...]) -> bool:
             return False
         except (ArithmeticError, ValueError):
             return True
-    return not (op.name in ("div", "sqrt", "rsqrt", "log", "log2") and is_positive(args[-1]))
-
-
-def is_positive(node: Expr) -> bool:
-    """True when the value is provably above 0."""
-    match node:
-        case Const(value):
-            return value > 0
-        case Symbol(name):
-            return name in _POSITIVE
-        case Call("add" | "mul" | "minimum", args):
-            return all(map(is_positive, args))
-        case _:
-            return False
-
-
-def never_negative(node: Expr) -> bool:
-    """True when the value of an int expression is provably not negative."""
-    match node:
-        case Const(value):
-            return value >= 0
-        case Symbol(name):
-            return name in _NEVER_NEGATIVE
-        case Call("add" | "mul" | "floordiv" | "mod" | "minimum", args):
-            return all(map(never_negative, args))
-        case Call("maximum", args):
-            return any(map(never_negative, args))
-        case Call("abs"):
-            return True
-        case _:
-            return False
+    return not (op.name in ("div", "sqrt", "rsqrt", "log", "log2") and is_clearly_positive(args[-1]))
 
 
 def is_uniform(node: Expr, names: frozenset[str] = frozenset()) -> bool:

@@ -18,7 +18,7 @@ SMALLEST_FLOAT = 2.0**-120  # a float32 of this size is not 0, and so are produc
 USUAL = Interval(-(2.0**40), 2.0**40)  # where products of query and key are taken to lie
 _INT = (-(2**31), 2**31)
 _COUNTS = {"kv_pos": 2**31, "head": 2**20, "kv_head": 2**20, "batch": 2**31, "q_len": 2**31, "kv_len": 2**31}
-_AT_LEAST_1 = {"group": 2**20, "head_dim": 2**12}
+_AT_LEAST_1 = {"group": 2**20, "head_dim": 2**12, "block": 2**12}
 
 
 def is_below_inf(node: Expr) -> bool:
@@ -98,6 +98,11 @@ def _interval(node: Expr, least_length: int, given: Interval | None = USUAL) -> 
 def _as_float32(x: Interval, relative: float = 0.0, absolute: float = 0.0) -> Interval:
     """Roundings are left out of account."""
     return in_range(x, SMALLEST_FLOAT, LARGEST_FLOAT)
+
+
+def never_negative(node: Expr) -> bool:
+    """Whether the value of an int is provably not negative, also where a length is 0."""
+    return _ints(node, 0)[0] >= 0
 
 
 def _ints(node: Expr, least_length: int) -> Range:
