@@ -20,7 +20,7 @@ from ..compiler.analysis.values.defined import is_clearly_positive, never_negati
 from ..ir.errors import InternalError
 from ..ir.expr import Call, Const, Expr, Load, Scalar, Symbol
 from ..ir.operators import OPERATORS, Operator
-from ..ir.walk import children, nodes, symbols
+from ..ir.walk import nodes, symbols
 
 # Symbols that are one number for the whole call, so that plain Python arithmetic serves.
 _UNIFORM = frozenset({"q_len", "kv_len", "head_dim", "group"})
@@ -255,15 +255,10 @@ def is_uniform(node: Expr, names: frozenset[str] = frozenset()) -> bool:
 
 def axes(node: Expr) -> frozenset[str]:
     """Along which of the two positions, "q" and "kv", a value varies."""
-    match node:
-        case Symbol("q_pos"):
-            return frozenset({"q"})
-        case Symbol("kv_pos"):
-            return frozenset({"kv"})
-        case Symbol("qk" | "score"):
-            return frozenset({"q", "kv"})
-        case _:
-            return frozenset().union(*map(axes, children(node)))
+    read = symbols(node)
+    if read & {"qk", "score"}:
+        return frozenset({"q", "kv"})
+    return frozenset(axis for axis in ("q", "kv") if f"{axis}_pos" in read)
 
 
 # -- Triton and Gluon -------------------------------------------------------------------------------------------------

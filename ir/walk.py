@@ -96,11 +96,16 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
             return node
 
 
+def with_children(node: Expr, visit: Callable[[Expr], Expr]) -> Expr:
+    """`node` with what `visit` makes of each child; itself where that changes none."""
+    before = children(node)
+    after = tuple([visit(child) for child in before])
+    return rebuild(node, after) if any(map(is_not, after, before)) else node
+
+
 def rewrite(root: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
     """Apply `rule` bottom-up; a rule returns None to leave a node as it is."""
-    before = children(root)
-    after = tuple([rewrite(c, rule) for c in before])
-    node = rebuild(root, after) if any(map(is_not, after, before)) else root
+    node = with_children(root, lambda child: rewrite(child, rule))
     result = rule(node)
     return node if result is None else result
 

@@ -8,9 +8,9 @@ multiplies positions are. So kernels find the error, from the row's own sum of P
 
 from __future__ import annotations
 
-from ...ir.expr import Call, Expr, Symbol
+from ...ir.expr import Expr
 from ...ir.walk import symbols
-from ..analysis.tiles.facts import Facts
+from ..analysis.tiles.facts import Facts, without_qk
 from ..analysis.tiles.results import OperandGradient
 from .signature import Signature
 
@@ -33,18 +33,5 @@ def frees(signature: Signature, facts: Facts) -> bool:
 
 def _is_multiple_of_product(derivative: Expr) -> bool:
     """Whether it is q.k times what is one number for a row: of both signs, as large as it differs from its mean."""
-    match derivative:
-        case Symbol("qk"):
-            return True
-        case Call("neg", (a,)):
-            return _is_multiple_of_product(a)
-        case Call("mul", (a, b)):
-            return any(_is_multiple_of_product(x) and _is_one_number(y) for x, y in ((a, b), (b, a)))
-        case Call("div", (a, b)):
-            return _is_multiple_of_product(a) and _is_one_number(b)
-        case _:
-            return False
-
-
-def _is_one_number(node: Expr) -> bool:
-    return not symbols(node) & {"qk", "kv_pos"}
+    factor = without_qk(derivative)
+    return factor is not None and not symbols(factor) & {"qk", "kv_pos"}

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache, partial, reduce
 from ....ir.attention import Attention
 from ....ir.canonical import canonical
 from ....ir.expr import Call, Const, Expr, Load, Symbol, call, symbol
-from ....ir.walk import children, loads, substitute, symbols
+from ....ir.walk import loads, nodes, substitute, symbols
 from ..values.affine import const, make
 from ..values.defined import is_below_inf, is_below_inf_at_last, is_clearly_positive, is_number, largest
 from ..values.distances import DISTANCE, ByDistance, parts_by_distance, with_tables
@@ -377,7 +377,7 @@ def facts_of(attention: Attention) -> Facts:
 
 def _linear_factor(score: Expr) -> Expr | None:
     """c of a score that is written as a product c * qk, with a c that is one number for a head."""
-    factor = _without_qk(score)
+    factor = without_qk(score)
     if factor is None or symbols(factor) & {"qk", "q_pos", "kv_pos"}:
         return None
     return canonical(factor)
@@ -390,25 +390,17 @@ def _of_a_launch(factor: Expr | None) -> Expr | None:
     return factor
 
 
-def _without_qk(node: Expr) -> Expr | None:
+def without_qk(node: Expr) -> Expr | None:
     """What a product multiplies qk by: (2 * qk) / t -> 2 / t. None where the node is no such product."""
     match node:
         case Symbol("qk"):
             return Const(1.0)
-        case Call("mul", (a, b)) if "qk" not in symbols(b):
-            inner = _without_qk(a)
-            return None if inner is None else call("mul", inner, b)
-        case Call("mul", (a, b)) if "qk" not in symbols(a):
-            inner = _without_qk(b)
-            return None if inner is None else call("mul", a, inner)
-        case Call("div", (a, b)) if "qk" not in symbols(b):
-            inner = _without_qk(a)
-            return None if inner is None else call("div", inner, b)
-        case Call("neg", (a,)):
-            inner = _without_qk(a)
-            return None if inner is None else call("neg", inner)
-        case _:
-            return None
+        case Call("neg" | "mul" | "div" as op, args):
+            over = [n for n, a in enumerate(args) if "qk" in symbols(a)]
+            if len(over) == 1 and not (op == "div" and over == [1]):
+                inner = without_qk(args[over[0]])
+                return None if inner is None else call(op, *(inner if n in over else a for n, a in enumerate(args)))
+    return None
 
 
 def _terms(node: Expr) -> Iterator[Expr]:
@@ -428,15 +420,8 @@ def _may_be_linear(score: Expr) -> bool:
     """A cheap look: sums, products and quotients of qk and what a head shares."""
     if score.dtype != "float" or symbols(score) & {"q_pos", "kv_pos"}:
         return False
-    return all(not isinstance(n, Call) or n.op in ("add", "sub", "mul", "div", "neg") for n in _over_qk(score))
-
-
-def _over_qk(node: Expr) -> Iterator[Expr]:
-    """The nodes below which q.k is."""
-    if "qk" in symbols(node):
-        yield node
-        for child in children(node):
-            yield from _over_qk(child)
+    over_qk = (n for n in nodes(score) if isinstance(n, Call) and "qk" in symbols(n))
+    return all(n.op in ("add", "sub", "mul", "div", "neg") for n in over_qk)
 
 
 def _gradient_kind(load: Load, in_order: bool) -> GradientKind:

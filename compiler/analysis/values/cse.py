@@ -8,7 +8,7 @@ from itertools import count
 
 from ....ir.expr import Call, Expr, Load, Symbol
 from ....ir.operators import OPERATORS
-from ....ir.walk import children, names, nodes, rebuild, symbols
+from ....ir.walk import children, names, nodes, symbols, with_children
 
 
 def shared(exprs: Sequence[Expr]) -> tuple[list[tuple[str, Expr]], list[Expr]]:
@@ -24,16 +24,14 @@ def shared(exprs: Sequence[Expr]) -> tuple[list[tuple[str, Expr]], list[Expr]]:
     uses: Counter[str] = Counter()
     for expr in exprs:
         _count(expr, uses)
-    fresh = _fresh_names(exprs)
+    fresh = _unused("t", exprs)
     named: dict[str, Symbol] = {}
     assignments: list[tuple[str, Expr]] = []
 
     def visit(node: Expr) -> Expr:
         if node.text in named:
             return named[node.text]
-        before = children(node)
-        after = tuple(visit(child) for child in before)
-        result = rebuild(node, after) if any(a is not b for a, b in zip(after, before, strict=True)) else node
+        result = with_children(node, visit)
         if uses[node.text] < 2:
             return result
         name = Symbol(next(fresh), node.dtype)
@@ -89,10 +87,8 @@ def of_positions(exprs: Sequence[Expr]) -> tuple[list[tuple[Symbol, Expr]], list
             if (node.text, dtype) not in parts:
                 parts[node.text, dtype] = Symbol(next(fresh), dtype), node
             return parts[node.text, dtype][0]
-        before = children(node)
-        floats = isinstance(node, Call) and "float" in {node.dtype, *(child.dtype for child in before)}
-        after = tuple(visit(child, floats) for child in before)
-        return rebuild(node, after) if any(a is not b for a, b in zip(after, before, strict=True)) else node
+        floats = isinstance(node, Call) and "float" in {node.dtype, *(child.dtype for child in children(node))}
+        return with_children(node, lambda child: visit(child, floats))
 
     found = [visit(expr, expr.dtype != "bool") for expr in exprs]
     return list(parts.values()), found
@@ -106,10 +102,6 @@ def _count(node: Expr, uses: Counter[str]) -> None:
     if uses[node.text] == 1:
         for child in children(node):
             _count(child, uses)
-
-
-def _fresh_names(exprs: Sequence[Expr]) -> Iterator[str]:
-    return _unused("t", exprs)
 
 
 def _unused(prefix: str, exprs: Sequence[Expr]) -> Iterator[str]:

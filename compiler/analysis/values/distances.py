@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ....ir.expr import Call, Const, Expr, Load, Symbol
 from ....ir.operators import OPERATORS
-from ....ir.walk import children, rebuild, rewrite, substitute, symbols
+from ....ir.walk import children, nodes, rewrite, substitute, symbols, with_children
 from .affine import make, name
 from .places import POSITIONS, collected
 
@@ -73,9 +73,7 @@ def replaced(node: Expr, names: Mapping[str, Expr]) -> Expr:
     """Some nodes replaced, by their text: largest first, so that a part within another one leaves that one its name."""
     if node.text in names:
         return names[node.text]
-    before = children(node)
-    after = tuple(replaced(child, names) for child in before)
-    return rebuild(node, after) if any(a is not b for a, b in zip(after, before, strict=True)) else node
+    return with_children(node, lambda child: replaced(child, names))
 
 
 def _largest(node: Expr) -> Iterator[tuple[Expr, Expr]]:
@@ -117,16 +115,8 @@ def levels_off(value: Expr) -> bool:
 
 def _operations(value: Expr) -> int:
     """What a pair costs without a table: instructions, roughly. What one head's pairs share costs nothing."""
-    seen: dict[str, Expr] = {}
-
-    def visit(node: Expr) -> None:
-        if DISTANCE in symbols(node) and node.text not in seen:
-            seen[node.text] = node
-            for child in children(node):
-                visit(child)
-
-    visit(value)
-    return sum(map(_weight, seen.values()))
+    differing = {node.text: node for node in nodes(value) if DISTANCE in symbols(node)}
+    return sum(map(_weight, differing.values()))
 
 
 def _weight(node: Expr) -> int:
