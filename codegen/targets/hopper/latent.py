@@ -8,8 +8,6 @@ from ....compiler.planning.machines.hardware import Hardware
 from ....compiler.planning.records import Segment, Shape
 from ....compiler.planning.segments import Segments
 from ....compiler.planning.signature import Signature
-from ....compiler.planning.target import CallTensors
-from ...launch.descriptors import is_ragged_readable, is_readable
 from .forms import PIECE_COLUMNS, ROWS, HopperLatentForm
 from .kernels.latent import ROTARY_COLUMNS
 
@@ -17,34 +15,13 @@ SLOTS_OF_FP8 = 8, 6  # for pieces of keys as fp16, and as FP8
 LEAST_PAGE = 8  # rows of the pattern in which tiles are swizzled in SRAM
 
 
-def latent_misfit(signature: Signature, call: CallTensors) -> str | None:
-    """Why a call's tensors are not brought by tiles."""
-    group = call.query.shape[1] // call.key.shape[1]
-    if ROWS % group and group % ROWS:
-        return (
-            f"hopper: of a latent cache the query heads of a key head must divide {ROWS} or be a multiple of it, got "
-            f"{group}"
-        )
-    if not is_readable(call.query):
-        return "hopper: query: its address and strides must be multiples of 16 bytes for the tensor memory accelerator"
-    ragged = signature.sequences.ragged
-    if not (is_ragged_readable(call.key) if ragged else is_readable(call.key)):
-        return (
-            "hopper: key: its address and strides must be multiples of 16 bytes for the tensor memory accelerator"
-            + (", and blocks or batch rows must lie a whole number of rows apart" if ragged else "")
-        )
-    if call.rope is not None and not (is_ragged_readable(call.rope) if ragged else is_readable(call.rope)):
-        return "hopper: rope: its address and strides must be as those of the key"
-    page = call.key.shape[2]
-    if signature.sequences.keys.pooled and page < LEAST_PAGE:
-        return small_pages(page)
-    return None
-
-
-def small_pages(page: int) -> str:
+def uneven_group(group: int) -> str | None:
+    """Why so many query heads of a key head have no tiles."""
+    if ROWS % group == 0 or group % ROWS == 0:
+        return None
     return (
-        f"hopper: pages of {page} rows are too small for the tensor memory accelerator, which wants "
-        f"{LEAST_PAGE} or more"
+        f"hopper: of a latent cache the query heads of a key head must divide {ROWS} or be a multiple of it, got "
+        f"{group}"
     )
 
 

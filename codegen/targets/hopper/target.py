@@ -50,7 +50,7 @@ from .kernels.dquery import FLASH_DQUERY
 from .kernels.forward import FLASH_FORWARD, TURN_VALUES
 from .kernels.latent import JOIN_PARTS, SPLIT_FORWARD
 from .kernels.statistics import FIRST_STORED, ROUND_DQUERY, ROW_STATISTICS, statistics_for
-from .latent import LEAST_PAGE, best_latent_form, latent_misfit, no_latent_form, small_pages
+from .latent import LEAST_PAGE, best_latent_form, no_latent_form, uneven_group
 from .launcher import launcher_of
 from .pieces import key_pieces, piecewise
 from .rules import Case, of_all, of_backwards, of_forwards, of_latent_caches, refused
@@ -118,30 +118,37 @@ class HopperTarget(Target):
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
         """Tensors that the tensor memory accelerator cannot read in place."""
-        if call.value is None:
-            return latent_misfit(signature, call)
-        ragged = signature.sequences.ragged
-        shared = {} if call.rope is None else {"rotary key": call.rope}
-        value, is_turned = call.value, bool(signature.dtypes.quantized)
-        if is_turned and value.stride(2) == 1:  # it may lie in columns, which `turn_values` reads too
-            value = value.mT
-        for name, tensor in {"query": call.query, "key": call.key, "value": value, **shared}.items():
+        is_latent, sequences = call.value is None, signature.sequences
+        if is_latent and (uneven := uneven_group(call.query.shape[1] // call.key.shape[1])):
+            return uneven
+        tensors, in_any_rows = {"query": call.query, "key": call.key}, {"query"} if is_latent else set()
+        if call.value is not None:
+            tensors["value"] = call.value
+            if signature.dtypes.quantized:  # it may lie in columns, which `turn_values` reads too
+                tensors["value"] = call.value.mT if call.value.stride(2) == 1 else call.value
+                in_any_rows = {"value"}
+        if call.rope is not None:
+            tensors["rotary key"] = call.rope
+        for name, tensor in tensors.items():
             if not is_readable(tensor):
                 return (
                     f"hopper: {name}: its address and strides must be multiples of 16 bytes for the tensor memory "
                     "accelerator"
                 )
-            if ragged and not is_ragged_readable(tensor) and not (is_turned and name == "value"):
-                rows = "blocks" if signature.sequences.keys.pooled and name != "query" else "batch rows"
+            if sequences.ragged and not is_ragged_readable(tensor) and name not in in_any_rows:
+                rows = "blocks" if sequences.keys.pooled and name != "query" else "batch rows"
                 return (
                     f"hopper: {name}: with lengths, {rows} must lie a whole number of rows of a head apart; its "
                     f"strides are {list(tensor.stride())}"
                 )
-        if call.rope is not None and call.rope.shape[1] != 1:
+        if call.rope is not None and call.rope.shape[1] != 1 and not is_latent:
             return f"hopper: a rotary key of {counted(call.rope.shape[1], 'head')} is for the triton target"
         page = call.key.shape[2]
-        if signature.sequences.keys.pooled and page < LEAST_PAGE:
-            return small_pages(page)
+        if sequences.keys.pooled and page < LEAST_PAGE:
+            return (
+                f"hopper: pages of {page} rows are too small for the tensor memory accelerator, which wants "
+                f"{LEAST_PAGE} or more"
+            )
         return None
 
     def parts(self, attention: Attention, widths: Widths) -> Segments:
