@@ -106,5 +106,4 @@ class Device:
 
 @cache
 def _processors(device: int) -> int:
-    """Multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count

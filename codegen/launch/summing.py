@@ -32,7 +32,6 @@ def types_of(entries: torch.dtype) -> list[object]:
 
 
 def constants_of(group: int) -> dict[str, int]:
-    """What is constant for groups of one size."""
     return {"GROUP": group, "ENTRIES": _ENTRIES, "SHARES": SHARES, "TOGETHER": 1024}
 
 

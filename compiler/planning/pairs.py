@@ -17,6 +17,7 @@ from ...ir.reference import dense_mask
 from ...ir.walk import scalars, symbols, tensors
 from ..analysis.tiles.facts import Facts
 from ..analysis.tiles.measured import Blocks
+from ..analysis.tiles.programs import evenly
 from ..analysis.tiles.survey import CELL
 from .plan import HEADS_COUNTED, VisiblePairs, some_heads
 from .records import Shape
@@ -46,7 +47,7 @@ def visible_pairs(
     batches, different = sizes.batch if "batch" in read else 1, sizes.heads if read & {"head", "kv_head"} else 1
     of = some_heads(batches, different, HEADS_COUNTED)
     each = sizes.kv_len * len(of)
-    chosen = _some_rows(rows, rows if rows * each <= ALL_PAIRS else max(1, SOME_PAIRS // each))
+    chosen = evenly(rows, rows if rows * each <= ALL_PAIRS else max(1, SOME_PAIRS // each))
     first = sizes.kv_len - rows if q_offset is None else q_offset
     env = {**values, "q_len": rows, "kv_len": sizes.kv_len, "group": sizes.group, "head_dim": head_dim}
     seen = 0
@@ -55,11 +56,6 @@ def visible_pairs(
         seen += _seen_by(attention, own, [first + row for row in chosen], sizes.kv_len)
     looked = len(of) * len(chosen)
     return VisiblePairs(round(seen * heads * rows / looked), looked, batches * different * rows)
-
-
-def _some_rows(rows: int, most: int) -> Sequence[int]:
-    """All rows, or this many of them, each from the middle of its share."""
-    return range(rows) if rows <= most else [(2 * k + 1) * rows // (2 * most) for k in range(most)]
 
 
 def _seen_by(attention: Attention, env: Mapping[str, Any], positions: Sequence[int], kv_len: int) -> int:

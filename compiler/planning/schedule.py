@@ -64,7 +64,6 @@ class Schedule:
         return self.kernels[kernel].form
 
     def with_form(self, kernel: str, form: Form) -> Schedule:
-        """The schedule with another form for one kernel."""
         return Schedule(self.algorithm, {**self.kernels, kernel: Choice(self.kernels[kernel].target, form)})
 
     def of(self, kernels: Iterable[str]) -> Schedule:

@@ -181,7 +181,6 @@ def _forward(code: CodePlan, facts: Facts) -> Forward:
 
 
 def _descales(signature: Signature) -> list[str]:
-    """The descales that a call has."""
     return [n for n in ("q_descale", "k_descale", "v_descale") if n in signature.options]
 
 

@@ -17,7 +17,7 @@ from ....ir.expr import Call, Expr, Load, Symbol
 from ....ir.operators import OPERATORS
 from ....ir.walk import loads, nodes, scalars, symbols, tensors
 from ..values.affine import is_bool
-from .programs import Environment, Value, _function, _operand, _values
+from .programs import Environment, Value, _function, _operand, _values, evenly
 from .results import Axis, MeasuredAxis, Measuring, TileCounts, TileProgram
 from .survey import CELL, Survey
 
@@ -359,8 +359,8 @@ class Measurement:
             number = min(number, max(1, MOST_PAIRS // (block_q * len(self.positions["kv"]))))
         of = self.tiles(program, block_q, block_kv)
         edge = full = 0
-        for k in range(number):
-            edges, fulls = of((2 * k + 1) * tiles // (2 * number))  # from the middle of its share
+        for tile in evenly(tiles, number):
+            edges, fulls = of(tile)
             edge, full = edge + len(edges), full + len(fulls)
         edge, full = round(edge * tiles / number), round(full * tiles / number)
         return TileCounts(empty=max(0, tiles * others - edge - full), edge=edge, full=full)

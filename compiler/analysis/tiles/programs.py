@@ -8,7 +8,7 @@ program of a simple mask is as short as a person would write it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -409,7 +409,7 @@ def count_tiles(
         raise WeftError(f"the tiles depend on {', '.join(missing)}: give values for them to count tiles")
     first, last, base = ("q_first", "q_last", offset) if over_q else ("kv_first", "kv_last", 0)
     tiles = -(-rows // step)
-    chosen = _evenly(tiles)
+    chosen = evenly(tiles, MOST_EXACT)
     found = [0, 0, 0, 0]  # edge, full, and of each those that are level
     for k in chosen:
         values[first], values[last] = base + k * step, base + min((k + 1) * step, rows) - 1
@@ -422,8 +422,8 @@ def count_tiles(
             level = _level_of([values[name] for name in program.outputs], runs)  # type: ignore[misc]
         for n, number in enumerate((values["n_edge"], values["n_full"], *level)):
             found[n] += number  # type: ignore[operator]
-    if tiles > MOST_EXACT:
-        found = [round(number * tiles / MOST_EXACT) for number in found]
+    if len(chosen) < tiles:
+        found = [round(number * tiles / len(chosen)) for number in found]
     return TileCounts(max(0, tiles * -(-length // block) - found[0] - found[1]), *found)
 
 
@@ -454,11 +454,9 @@ def _level_of(ends: list[int], runs: tuple[int, int]) -> tuple[int, int]:
     return sum(level(lo, hi) for lo, _, _, hi in ranges) - full, full
 
 
-def _evenly(tiles: int) -> Iterable[int]:
-    """All tiles, or MOST_EXACT of them, each from the middle of its share."""
-    if tiles <= MOST_EXACT:
-        return range(tiles)
-    return [(2 * k + 1) * tiles // (2 * MOST_EXACT) for k in range(MOST_EXACT)]
+def evenly(number: int, most: int) -> Sequence[int]:
+    """All of so many places, or at most `most` of them, each from the middle of its share."""
+    return range(number) if number <= most else [(2 * k + 1) * number // (2 * most) for k in range(most)]
 
 
 @lru_cache(maxsize=256)
