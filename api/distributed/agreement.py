@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..codegen.torch_private import timeout_of
 from ..ir.errors import WeftError
+from ..runtime import ending
 from .collectives import is_of_a_collective
 from .waiting import Waiting
 
@@ -146,6 +147,7 @@ class _Hosts:
         store = dist.PrefixStore("weft", group.get_group_store())  # type: ignore[attr-defined]
         members, rank, timeout = dist.get_process_group_ranks(group), dist.get_rank(), timeout_of(group)
         self.calls, self.waiting = 0, Waiting(store, members, rank)
+        ending.sends()
         try:
             self.gloo: Any = dist.ProcessGroupGloo(store, dist.get_rank(group), len(members), timeout=timeout)
         except RuntimeError as error:

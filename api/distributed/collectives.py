@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..runtime import ending
+
 _OF_A_COLLECTIVE = "_weft_collective"  # a mark of errors
 
 
@@ -21,6 +23,7 @@ def is_of_a_collective(error: BaseException) -> bool:
 @contextmanager
 def under_way() -> Iterator[None]:
     """Around what sends or waits."""
+    ending.sends()
     try:
         yield
     except RuntimeError as error:

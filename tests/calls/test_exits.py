@@ -46,6 +46,23 @@ def run(script: str) -> str:
     return done.stdout.strip()
 
 
+def test_threads_of_gloo_are_waited_for() -> None:
+    """They let go of tensors after a collective has returned, and ask for Python's lock: then it must not be gone."""
+    script = """
+import time, torch, torch.distributed as dist
+from weft.distributed import ContextParallel
+from weft.runtime import ending
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+assert not ending._has_sent
+cp = ContextParallel()
+causal = __import__("weft").Attention(name="full")
+plan = cp.plan(causal, heads=1, length=4, head_dim=8, dtype="fp32")
+cp.unshard(torch.zeros(1, 1, 4, 8), plan)
+ending.time = type("", (), {"sleep": lambda seconds: print("waits", seconds)})
+"""
+    assert run(script) == "waits 0.05"
+
+
 def test_what_triton_does_once_is_done_before_a_process_ends() -> None:
     pytest.importorskip("triton")
     script = """

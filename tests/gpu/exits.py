@@ -344,7 +344,7 @@ def run(name: str, unprotected: bool) -> int:
     if hasattr(torch._C, "_set_print_stack_traces_on_fatal_signal"):
         torch._C._set_print_stack_traces_on_fatal_signal(True)
     if unprotected:
-        atexit.unregister(ending.let_autograd_finish)
+        atexit.unregister(ending.let_threads_finish)
     code = KINDS[name].run()
     print("reached its end", flush=True)
     return code if isinstance(code, int) else 0
