@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,15 @@ class ContextParallel:
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.agreement = agreement.Agreement(self.group) if agree and self.ranks > 1 else None
 
+    def __deepcopy__(self, memo: object) -> ContextParallel:
+        """This one: a copy of a model sends over the same ranks."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise WeftError(
+            "ContextParallel: it is not pickled, as its groups belong to this process; make another where it is loaded"
+        )
+
     @property
     def shape(self) -> tuple[int, int] | None:
         """Ranks along the outer and the inner dimension, where there are two."""
@@ -106,6 +115,9 @@ class ContextParallel:
 
     def plan(self, attention: Attention, **sizes: Any) -> ShardPlan:
         """A plan for these ranks; see `weft.distributed.plan`, which takes the same arguments."""
+        if "ranks" in sizes:
+            own, how = self.shape or self.ranks, "weft.distributed.plan(...) makes plans for others"
+            raise WeftError(f"plan: ranks: expected none, as the mesh has {own}, got {shown(sizes['ranks'])}; {how}")
         given = {"strategy": self.strategy, "balance": self.balance, "links": self.links, **sizes}
         return shardplan.plan(attention, ranks=self.shape or self.ranks, **given)
 

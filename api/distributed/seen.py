@@ -74,6 +74,10 @@ class Sight:
         self._check()
         self._tiles: dict[int, Callable[[int], Visited]] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, in another process too, looks for itself."""
+        return type(self), (self.attention, self.sizes, self.q_offset, self.given, self.first_batch)
+
     def _check(self) -> None:
         """The tile program must be able to run: its numbers, and tensors that it reads as numbers, are there."""
         read = {n for line in self.facts.kv_tiles.body for n in names(line.value)}
@@ -337,7 +341,8 @@ class PackedSight:
     """
 
     def __init__(self, attention: Attention, sizes: Shape, starts: tuple[int, ...], given: Mapping[str, Any]) -> None:
-        self.attention, self.sizes, self.starts, self.given = attention, sizes, starts, given
+        self.attention, self.sizes, self.starts = attention, sizes, starts
+        self.given = given = {n: v.detach() if isinstance(v, Tensor) else v for n, v in given.items()}
         numbers = {n: v for n, v in given.items() if not isinstance(v, Tensor) or n in decisive_tensors(attention)}
         by_number = "batch" in symbols(attention.canonical.folded_mask)
 
@@ -349,6 +354,10 @@ class PackedSight:
         self._any = of(max(1, sizes.q_len), 0)  # whose tile program is that of all
         self._of = lambda n: of(starts[n + 1] - starts[n], n if by_number else 0)
         self.stands_on = self._of(0).stands_on if len(starts) > 1 else frozenset[str]()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As of Sight."""
+        return type(self), (self.attention, self.sizes, self.starts, self.given)
 
     @cached_property
     def told(self) -> str:

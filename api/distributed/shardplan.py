@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -106,6 +106,10 @@ class ShardPlan:
     looked_at: Mapping[str, Any] = field(default_factory=dict)  # operands whose values the plan stands on
     versions: Mapping[str, int] = field(default_factory=dict)  # of those that are tensors, when they were looked at
     thought_of: Callable[[], tuple[tuple[str, float, float], ...]] | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What it is made of: what was worked out since is worked out again, in another process too."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @cached_property
     def others(self) -> tuple[tuple[str, float, float], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,18 +34,20 @@ class Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cp: ContextParallel, deal: Deal, tensor: Tensor, dim: int) -> Tensor:
         ctx.deal, ctx.rank, ctx.dim = deal, cp.rank, dim
-        rows = tensor.movedim(dim, 0).contiguous()
-        sizes = [count(deal.rows(r)) for r in range(cp.ranks)]
-        most = max(sizes)
-        padded = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])]) if len(rows) < most else rows
-        gathered = rows.new_empty(cp.ranks * most, *rows.shape[1:])
+        rows = tensor.movedim(dim, 0).resolve_conj().resolve_neg().contiguous()
+        width = prod(rows.shape[1:]) * rows.element_size()
+        stored = rows.view(-1).view(torch.uint8).view(len(rows), width)  # no backend sends every dtype
+        most = max(count(deal.rows(r)) for r in range(cp.ranks))
+        padded = torch.cat([stored, stored.new_zeros(most - len(rows), width)]) if len(rows) < most else stored
+        gathered = stored.new_empty(cp.ranks * most, width)
         all_gather(gathered, padded, cp.group)
         parts: list[tuple[Run, Tensor]] = []
         for rank in range(cp.ranks):
             own = deal.rows(rank)
             parts += [(run, gathered[rank * most + a : rank * most + b]) for run, (a, b) in zip(own, places(own, own))]
         parts.sort(key=lambda part: part[0])
-        return torch.cat([part for _, part in parts]).movedim(0, dim)
+        whole = torch.cat([part for _, part in parts])
+        return whole.view(-1).view(rows.dtype).view(len(whole), *rows.shape[1:]).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

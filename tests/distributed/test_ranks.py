@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +97,35 @@ def _some(rank: int) -> list[str]:
         *_in_other_words(rank),
         *_of_two_dimensions(rank),
         *_packed(rank, 26),
+        *_whole(rank),
         *_without_one(rank),
     ]
+
+
+def _whole(rank: int) -> list[str]:
+    """`unshard` gives back tensors of every dtype, also of those that gloo does not send; and what has no elements."""
+    wrong, causal = [], weft.Attention(mask=masks.causal, name="causal")
+    for cp in _contexts_of[rank]:
+        plan = cp.plan(causal, heads=H, length=37, head_dim=D, dtype="fp32", balance="striped")
+        numbers = torch.arange(37 * 6).view(1, 2, 37, 3)
+        key8 = weft.fp8.quantize(torch.randn(1, 2, 37, 8, generator=torch.Generator().manual_seed(1)), per="token")
+        tensors = {str(t)[6:]: numbers.to(t) for t in (torch.int8, torch.int16, torch.bool, torch.bfloat16)}
+        tensors |= {"e4m3": key8.data, "e5m2": numbers.to(torch.float8_e5m2), "descale": key8.descale}
+        tensors |= {"complex": numbers * 1j, "conj": (numbers * 1j).conj(), "none": torch.zeros(0, 3, 37, 5)}
+        tensors |= {"turned": numbers.mT.contiguous().mT, "expanded": torch.rand(1)[0].expand(1, 2, 37, 3) * 0}
+        for name, t in tensors.items():
+            found, expected = cp.unshard(cp.shard(t, plan), plan), t.resolve_conj().contiguous()
+            if found.dtype != t.dtype or not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
+                wrong.append(f"rank {rank}: unshard of {name}")
+        if not torch.equal(cp.unshard(cp.shard(torch.arange(37), plan, dim=0), plan, dim=0), torch.arange(37)):
+            wrong.append(f"rank {rank}: unshard of one dimension")
+        if copy.deepcopy({"cp": cp})["cp"] is not cp:
+            wrong.append(f"rank {rank}: a copy of a model has other ranks")
+        with pytest.raises(weft.WeftError, match="its groups belong to this process"):
+            pickle.dumps(cp)
+        with pytest.raises(weft.WeftError, match="plan: ranks: expected none, as the mesh has"):
+            cp.plan(causal, ranks=9, heads=H, length=37, head_dim=D)
+    return wrong
 
 
 def _every(rank: int) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -336,6 +338,25 @@ def test_what_is_refused(variant: weft.Attention, changes: dict[str, Any], messa
 def test_a_plan_is_data() -> None:
     made = plan(CAUSAL, ranks=1024, length=1 << 20, strategy="ring", balance="zigzag", **SIZES)
     assert isinstance(made, ShardPlan) and len(made.tasks) == 1024 and made.predicted.bound == "links between hosts"
+
+
+BY_DOCUMENT = weft.Attention(mask=masks.causal & masks.document(weft.tensor("doc", 2, int)), name="by_document")
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        (CAUSAL, {}), (CAUSAL, {"strategy": "ring"}), (CAUSAL, {"cu_seqlens": [0, 5, 5, 37]}),
+        (CAUSAL, {"ranks": (2, 2)}), (BY_DOCUMENT, {"doc": torch.arange(37)[None] // 5}),
+    ],
+)  # fmt: skip
+def test_a_plan_is_sent_to_other_processes(variant: weft.Attention, changes: dict[str, Any]) -> None:
+    """Also once it was used, and has worked out what it had not before."""
+    made = plan(variant, **{"ranks": 4, "length": 37, **SIZES, **changes})
+    explained, portions = made.explain(), [made.portions(rank) for rank in range(made.ranks)]
+    for found in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), copy.copy(made)):
+        assert found.told == made.told and found.explain() == explained
+        assert [found.portions(rank) for rank in range(made.ranks)] == portions
 
 
 # -- predictions, beside numbers that are calculated by hand -----------------------------------------------------------
