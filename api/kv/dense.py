@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -10,6 +11,7 @@ from ..ir.attention import Latent
 from ..ir.errors import WeftError, counted
 from .blocks import start_of
 from .cache import Cache, _Sequence
+from .given import token_ids
 from .scales import Given, Scale
 
 
@@ -42,6 +44,8 @@ class DenseCache(Cache):
     def allocate(self, tokens: Iterable[int] | None = None, *, salt: Hashable = None) -> int:
         """The id of a new sequence, whose row is the first free one; nothing is shared, whatever is given."""
         start_of("allocate", salt)
+        if tokens is not None:
+            token_ids("allocate: tokens", tokens)
         with self._lock:
             self._blocks.check_free(1, "DenseCache.allocate")
             made = _Sequence(self._table.take(), self._blocks.take(1))
@@ -59,6 +63,13 @@ class DenseCache(Cache):
             for pool in self._pools:
                 pool[made.blocks[0], :, :rows] = pool[found.blocks[0], :, :rows]
             return self._add(made)
+
+    def fixed_step(self, *sizes: object, **pages: object) -> NoReturn:
+        """Raises WeftError: rows of other sequences would be other memory."""
+        raise WeftError(
+            "fixed_step: the rows of a DenseCache are views of it, which a CUDA graph would keep; a PagedCache has "
+            "fixed steps"
+        )
 
     def _pages(self, length: int) -> int:
         return 1

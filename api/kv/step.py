@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ..ir.errors import WeftError, counted, shown
+from ..ir.errors import Problem, WeftError, collected, counted, shown
 from ..runtime.descales import OF_CACHE
 from ..runtime.ops.append import append_rows
+from ..runtime.options import LENGTHS
 
 if TYPE_CHECKING:
     from ..attention import Attention
     from .cache import Cache
+
+_SHORTER = "leave it out; a mask hides keys, and cache.truncate(sequence, length) drops them"
+_BROUGHT = dict.fromkeys(("query", "key", "value", *LENGTHS, "k_descale", "v_descale", "rope"), "")  # by a step
+_BROUGHT["kv_lens"] = _SHORTER
 
 
 class Step:
@@ -109,11 +114,28 @@ class Step:
     def attend(self, layer: int, variant: Attention, query: Tensor, /, **given: Any) -> Any:
         """What the variant gives for queries of the new rows, [B, Hq, L, D], over all that their sequences have.
 
-        given: operands of the variant, and options of its call, such as return_lse.
+        Of `view(sequences)`, which has no new rows, queries are as many as wanted. given: operands of the variant, and
+        options of its call, such as return_lse. Raises WeftError for those that the step brings itself.
         """
         _check_variant(variant)
+        given = self._beside(variant, query, given)
         value = self.values(layer) if self.cache.has_values else None
-        return variant(query, self.keys(layer), value, **{**self.options_of(layer), **given})
+        return variant(query, self.keys(layer), value, **self.options_of(layer), **given)
+
+    def _beside(self, variant: Attention, query: object, given: dict[str, Any]) -> dict[str, Any]:
+        """What a caller gives beside what the step brings. Raises WeftError for that, and for queries of other rows."""
+        problems = []
+        for n in (n for n in given if n in _BROUGHT and given[n] is not None):
+            problems.append(Problem(option=n, what="the step brings its own", next_step=_BROUGHT[n] or "leave it out"))
+        if (rows := _rows_of(query)) is not None and self.state != "read only" and rows != self.length:
+            expected, how = (
+                f"{counted(self.length, 'row')}, the new ones of the step",
+                "cache.view(sequences) takes others",
+            )
+            problems.append(Problem(operand="query", expected=expected, got=str(rows), next_step=how))
+        if problems:
+            raise collected(f"{variant.name}: attend", problems)
+        return {n: value for n, value in given.items() if n not in _BROUGHT}
 
     def append(self, layer: int, key: Tensor, value: Tensor | None = None) -> None:
         """Write the new rows of one layer: key [B, Hkv, L, D] and value [B, Hkv, L, Dv], of the cache's dtype.
@@ -213,6 +235,11 @@ class Step:
             return f"Step(fixed; {list(self.slots.shape)} rows)"
         rows = ", ".join(f"{s}: {a} + {b - a}" for s, a, b in zip(self.sequences, self.starts, self.ends))
         return f"Step({self.state}; tokens of each sequence: {{{rows}}})"
+
+
+def _rows_of(query: object) -> int | None:
+    """Of queries [B, Hq, L, D]; None of what a call refuses."""
+    return query.shape[2] if isinstance(query, Tensor) and not query.is_nested and query.dim() == 4 else None
 
 
 def _check_variant(variant: object) -> None:

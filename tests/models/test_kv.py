@@ -554,6 +554,40 @@ def test_one_thing_where_a_list_is_expected_is_refused_in_words(misuse, said):
         misuse(store, store.allocate())
 
 
+# -- what attend takes ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", [PagedCache, DenseCache])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_attend_refuses_what_a_step_brings_itself(kind, dtype):
+    sizes = {**SIZES, "dtype": dtype}
+    store = PagedCache(8, page=4, **sizes) if kind is PagedCache else DenseCache(3, 16, **sizes)
+    a, b = store.allocate(), store.allocate()
+    query, lens = rows(2, 5, heads=4), torch.tensor([1, 1], dtype=torch.int32)
+    with store.extend([a, b], [5, 3]) as step:
+        step.append(0, rows(2, 5), rows(2, 5))
+        own = step.attend(0, CAUSAL, query)
+        for name, value in {
+            "kv_lens": lens, "q_lens": lens, "block_table": lens[:, None], "cu_seqlens_q": lens, "cu_seqlens_kv": lens,
+            "k_descale": 1.0, "v_descale": 1.0, "rope": query, "query": query, "key": query, "value": query,
+        }.items():  # fmt: skip
+            with pytest.raises(weft.WeftError, match=f"causal: attend: {name}: the step brings its own; leave it out"):
+                step.attend(0, CAUSAL, query, **{name: value})
+            assert torch.equal(step.attend(0, CAUSAL, query, **{name: None}), own)
+        for length in (4, 6):
+            with pytest.raises(weft.WeftError, match=f"query: expected 5 rows, the new ones of the step, got {length}"):
+                step.attend(0, CAUSAL, rows(2, length, heads=4))
+    assert store.view([a, b]).attend(0, CAUSAL, rows(2, 3, heads=4)).shape == (2, 4, 3, 8)
+
+
+def test_a_dense_cache_refuses_what_a_paged_one_does():
+    store = DenseCache(2, 8, **SIZES)
+    for tokens in ("abc", 3, [1.5], torch.ones(2)):
+        with pytest.raises(weft.WeftError, match="allocate: tokens: expected"):
+            store.allocate(tokens)
+    with pytest.raises(weft.WeftError, match="fixed_step: .* a PagedCache has fixed steps"):
+        store.fixed_step(1, pages=1)
+    assert len(store) == 0
+
+
 def test_a_cache_that_is_copied_says_what_to_do():
     model = torch.nn.Linear(2, 2)
     model.cache = PagedCache(8, **SIZES)
