@@ -52,7 +52,7 @@ def read_by_kernels(name: str, main: Main, options: CallOptions, pooled: bool) -
     Raises WeftError for what is no descale of these operands, naming all that is wrong.
     """
     given = {operand: getattr(options, n) for operand, n in OF.items() if getattr(options, n) is not None}
-    problems = [p for operand, descale in given.items() for p in _problems(operand, main, descale, pooled)]
+    problems = [p for operand, descale in given.items() for p in _problems(operand, main, descale, pooled, options)]
     problems += list(_out_problems(main, options.out_dtype))  # torch 2.11 traces no += of a generator
     if problems:
         raise collected(name, problems)
@@ -118,7 +118,9 @@ def _in_four(descale: float | Tensor, beside: Tensor) -> Tensor:
     return descale if descale.dim() > 3 else descale.reshape(*[1] * (4 - descale.dim()), *descale.shape)
 
 
-def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterator[Problem]:
+def _problems(
+    operand: str, main: Main, descale: object, pooled: bool, options: CallOptions
+) -> Iterator[Problem]:  # fmt: skip
     """What keeps a value from being the descale of an operand."""
     n, tensor = OF[operand], main[operand]
     if tensor is None:
@@ -146,8 +148,9 @@ def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterat
         got, how = f"layout {descale.layout}", f"pass {n}.to_dense()"
         yield Problem(option=n, expected="a dense tensor", got=got, next_step=how)
     elif descale.dtype != torch.float32 or descale.device != tensor.device:
-        got = f"{descale.dtype} on {descale.device}"
-        yield Problem(option=n, expected=f"float32 on {tensor.device}", got=got, next_step=f"cast it, {n}.float()")
+        got, is_elsewhere = f"{descale.dtype} on {descale.device}", descale.device != tensor.device
+        how = f"move it, {n}.to({str(tensor.device)!r})" if is_elsewhere else f"cast it, {n}.float()"
+        yield Problem(option=n, expected=f"float32 on {tensor.device}", got=got, next_step=how)
     elif descale.requires_grad and torch.is_grad_enabled():
         yield Problem(option=n, what="a descale has no gradient", next_step=f"pass {n}.detach()")
     elif not fits(operand, tensor, descale, pooled):
@@ -155,20 +158,75 @@ def _problems(operand: str, main: Main, descale: object, pooled: bool) -> Iterat
     elif torch.compiler.is_compiling() or under_transform() or not are_plain([descale]):  # as fake tensors are not
         return
     else:
-        yield from _value_problems(n, descale)
+        yield from _value_problems(n, descale, tensor, options.lengths)
 
 
-def _value_problems(name: str, descale: Tensor) -> Iterator[Problem]:
-    """What is wrong with its numbers, where these are looked at."""
-    if are_looked_at(descale) or (checks_values() and not descale.is_meta):
-        wrong = descale[~((descale > 0.0) & (descale < inf))]
-        if wrong.numel():
-            yield Problem(option=name, expected="positive numbers", got=str(wrong[0].item()))
+def _value_problems(
+    name: str, descale: Tensor, tensor: Tensor, lengths: Mapping[str, Tensor | None]
+) -> Iterator[Problem]:  # fmt: skip
+    """What is wrong with its numbers, where these are looked at. lengths: options that say where sequences lie."""
+    if not (are_looked_at(descale) or (checks_values() and not descale.is_meta)):
+        return
+    wrong = ~((descale > 0.0) & (descale < inf))
+    if not bool(wrong.any()):
+        return
+    descale, wrong = _in_four(descale, tensor), _in_four(wrong, tensor)
+    if (read := _are_read(name, descale, tensor, lengths)) is not None:
+        wrong = wrong & read
+    found = descale[wrong]
+    if found.numel():
+        yield Problem(option=name, expected="positive numbers", got=str(found[0].item()))
 
 
-def unseen_problems(read: Mapping[str, Tensor]) -> list[Problem]:
-    """The same of descales as kernels read them: nobody sees their numbers while a call is traced or mapped."""
-    return [p for n in NAMES if (descale := read.get(n)) is not None for p in _value_problems(n, descale)]
+def _are_read(
+    name: str, descale: Tensor, tensor: Tensor, lengths: Mapping[str, Tensor | None]
+) -> Tensor | None:  # fmt: skip
+    """Which numbers [B or 1, H or 1, n, 1] a call reads: what is behind lengths may be anything. None for all.
+
+    Of lengths that are none, which are refused later, it says nothing.
+    """
+    (batch, _, rows, _), number = tensor.shape, descale.shape[2]
+    sides = ("q", "kv") if name == NAMES[0] else ("kv", "q")
+    table = lengths.get("block_table") if sides[0] == "kv" else None
+    starts = [t for side in sides if isinstance(t := lengths.get(f"cu_seqlens_{side}"), Tensor)]  # one stands for both
+    lens = starts[0][-1:] if starts and table is None else lengths.get(f"{sides[0]}_lens")
+    if not isinstance(lens, Tensor) or lens.dim() != 1 or not len(lens):
+        return None
+    if table is None and len(descale) > 1 and len(lens) != batch:
+        return None
+    lens = lens.to(descale.device).clamp(min=0)[:, None]
+    if table is not None:
+        is_of_rows = number > 1 and isinstance(table, Tensor) and table.shape[:1] == lens.shape[:1]
+        return _of_pool(descale, table, lens, rows) if is_of_rows and table.dim() == 2 else None
+    block = next((n for n in (1, *BLOCKS) if -(-rows // n) == number), rows)
+    read = torch.arange(0, number * block, block, device=descale.device) < lens
+    return (read if len(descale) > 1 else read.any(0, keepdim=True))[:, None, :, None]
+
+
+def _of_pool(descale: Tensor, table: Tensor, lens: Tensor, page: int) -> Tensor:
+    """The same of a pool, [blocks, 1, page, 1]: rows of blocks that sequences have."""
+    places = torch.arange(table.shape[1] * page, device=descale.device)
+    row, place = (places < lens).nonzero(as_tuple=True)
+    blocks, found = table[row, place // page].long(), descale.new_zeros(len(descale), page, dtype=torch.bool)
+    there = (blocks >= 0) & (blocks < len(descale))
+    found[blocks[there], place[there] % page] = True
+    return found[:, None, :, None]
+
+
+def unseen_problems(
+    read: Mapping[str, Tensor], main: Sequence[Tensor | None], lengths: Mapping[str, Tensor | None]
+) -> list[Problem]:  # fmt: skip
+    """The same of descales as kernels read them: nobody sees their numbers while a call is traced or mapped.
+
+    main: query, key and value.
+    """
+    of = dict(zip(NAMES, main))
+    return [
+        problem
+        for n in NAMES
+        if (descale := read.get(n)) is not None and (tensor := of[n]) is not None
+        for problem in _value_problems(n, descale, tensor, lengths)
+    ]
 
 
 def _said(descale: object) -> str:

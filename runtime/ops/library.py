@@ -26,7 +26,7 @@ from ...compiler.planning.target import Place
 from ...ir.errors import UnavailableError, WeftError, collected, second_derivative
 from ...ir.expr import Scalar
 from .. import ending, flops
-from ..call import MAIN, SCHEMA, SLOTS, Arguments, BackwardCall, Call, call_of, parse_choices
+from ..call import MAIN, SCHEMA, SLOTS, Arguments, BackwardCall, Call, call_of, length_options, parse_choices
 from ..check.operands import share_problems
 from ..descales import unseen_problems
 from ..run.gradients import contiguous_like, rows_like
@@ -76,7 +76,7 @@ def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
     call, share = _call(variant, given), variant.attention.dropout
     if isinstance(share, Scalar) and (problems := share_problems(share.name, float(call.operands[share.name]))):
         raise collected(variant.name, problems)  # unseen while a call is traced
-    if call.read and (problems := unseen_problems(call.read)):
+    if call.read and (problems := unseen_problems(call.read, given.main, length_options(call.sequences))):
         raise collected(variant.name, problems)
     with named(f"weft::{variant.name}"):
         out, lse = variant.forward(call)

@@ -320,6 +320,46 @@ def test_numbers_of_descales_are_looked_at_in_graphs_and_under_vmap_too() -> Non
             made()
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, 0.0, -1.0])
+def test_descales_behind_lengths_may_be_anything(garbage: float, target: str) -> None:
+    """As rows there: nobody reads them. A number that is read is refused."""
+    lens, table = torch.tensor([70, 31], dtype=torch.int32), torch.tensor([[3, 1, 99], [2, -5, 0]], dtype=torch.int32)
+    (query, key, value), options = operands(target, per=("token", "token", 64), dtypes=(E4M3, E4M3, E4M3))
+    options.pop("out_dtype", None)
+    kept = {n: t.clone() for n, t in options.items()}
+    for b, n in enumerate(lens.tolist()):
+        options["k_descale"][b, :, n:] = options["v_descale"][b, :, -(-n // 64) :] = garbage
+    options["q_descale"][1, :, 5:] = garbage
+    given = {"kv_lens": lens, "q_lens": torch.tensor([70, 5]), "q_offset": 0, "out_dtype": QUERIES[target]}
+
+    def call(descales, **more):
+        return CAUSAL(query, key, value, **descales, **{**given, **more}, target=target)
+
+    assert torch.equal(call(options), call(kept))
+    assert torch.equal(torch.compile(call, backend="eager", fullgraph=True)(options), call(kept))
+    with pytest.raises(weft.WeftError, match="k_descale: expected positive numbers, got"):
+        call(options, kv_lens=torch.tensor([71, 31]))
+    packed, starts = [t[:1] for t in (query, key[:, :, :70], value[:, :, :70])], torch.tensor([0, 0, 40, 66])
+    own = {n: kept[n][:1, :, : {"v_descale": 2}.get(n, 70)].clone() for n in kept}
+    behind = {n: t.clone() for n, t in own.items()}
+    behind["q_descale"][:, :, 66:] = behind["k_descale"][:, :, 66:] = garbage
+    found = [CAUSAL(*packed, **d, cu_seqlens_q=starts, out_dtype=QUERIES[target], target=target) for d in (own, behind)]
+    assert torch.equal(*found)
+
+    pools, descales = zip(*(quantized((4, 2, 32, 32), "token", seed=n) for n in (1, 2)))
+    spoilt = [d.clone() for d in descales]
+    for d in spoilt:
+        d[0], d[1, :, 8:], d[2, :, 20:] = garbage, garbage, garbage
+    paged = {"block_table": table, "kv_lens": torch.tensor([40, 20], dtype=torch.int32), "target": target}
+    rows = poisoned((2, 4, 3, 32), QUERIES[target])
+    found = [CAUSAL(rows, *pools, k_descale=k, v_descale=v, **paged) for k, v in (descales, spoilt)]
+    assert torch.equal(*found)
+    spoilt[1][2, :, 19] = garbage
+    with pytest.raises(weft.WeftError, match="v_descale: expected positive numbers, got"):
+        CAUSAL(rows, *pools, k_descale=spoilt[0], v_descale=spoilt[1], **paged)
+
+
 def test_operands_that_do_not_fit() -> None:
     (query, key, value), _ = operands("cpu")
     with pytest.raises(weft.WeftError, match="q_descale: expected None, as query is torch.bfloat16"):
