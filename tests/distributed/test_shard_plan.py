@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import doctest
 import pickle
+from bisect import bisect_right
 from dataclasses import replace
 from typing import Any
 
@@ -338,6 +339,23 @@ def test_what_is_refused(variant: weft.Attention, changes: dict[str, Any], messa
 def test_a_plan_is_data() -> None:
     made = plan(CAUSAL, ranks=1024, length=1 << 20, strategy="ring", balance="zigzag", **SIZES)
     assert isinstance(made, ShardPlan) and len(made.tasks) == 1024 and made.predicted.bound == "links between hosts"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "balance", "starts"), [(4, "pairs", [0, 4, 8, 11, 17]), (2, "striped", [0, 35, 37, 38, 40])]
+)
+def test_keys_of_a_sequence_without_queries_may_come_first(ranks: int, balance: str, starts: list[int]) -> None:
+    """Keys at hand are one run. Where no query sees the first of them, these are of a sequence before all queries."""
+    thirds = weft.Attention(mask=masks.causal & (weft.kv_pos % 3 == 0), name="thirds")
+    made = plan(thirds, ranks=ranks, length=starts[-1], strategy="ring", balance=balance, cu_seqlens=starts, **SIZES)
+    parts, met = Portions(made), False
+    for rank in range(ranks):
+        for portion in (portion for step in parts.portions(rank) for portion in step):
+            first = starts[bisect_right(starts, portion.queries[0]) - 1]
+            met |= portion.keys[0] < first
+            packed, _, _ = parts.packed(portion, torch.device("cpu"))
+            assert packed.cu_q[0] == packed.cu_kv[0] == 0 and len(packed.cu_q) == len(packed.cu_kv), portion
+    assert met
 
 
 BY_DOCUMENT = weft.Attention(mask=masks.causal & masks.document(weft.tensor("doc", 2, int)), name="by_document")
