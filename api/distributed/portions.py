@@ -122,7 +122,7 @@ class Portions:
         plan, names = self.plan, self.names
         assert plan.starts is not None
         (first, end), (first_key, end_key) = portion.queries, portion.keys
-        number = max(0, bisect_right(plan.starts, min(first, first_key)) - 1)  # that has rows here
+        number = max(0, bisect_right(plan.starts, min(first, first_key)) - 1)  # of the first with rows here
         behind = max(number, bisect_left(plan.starts, end))
         starts = plan.starts[number : behind + 1]
         of_queries = [min(max(s, first), end) - first for s in starts]

@@ -71,6 +71,7 @@ class _Sequence:
     new: int = 0  # rows of that step
     new_tokens: Sequence[int] | None = None  # their ids
     swapped: _Swapped | None = None
+    moved: int = 0  # how often rows were dropped from its end, or swapped out: steps of before do not describe it
 
 
 class Cache:
@@ -135,6 +136,7 @@ class Cache:
         self._blocks, self._table = Blocks(blocks), Table()
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
+        self.moved = 0  # of all sequences, those that are gone too
         self._lock = threading.RLock()
 
     def __reduce__(self) -> NoReturn:
@@ -235,6 +237,7 @@ class Cache:
         with self._lock:
             found = self._idle("free", sequence)
             del self._sequences[sequence]
+            self.moved += 1
             self._blocks.drop([b for b in found.blocks if b != _ON_HOST])
             self._table.give(found.row)
 
@@ -255,7 +258,13 @@ class Cache:
             found = self._idle("truncate", sequence, resident=True)
             if not is_int(length, 0, found.length):
                 raise WeftError(f"truncate: length: expected 0 to {found.length}, got {shown(length)}")
+            if length < found.length:
+                self._has_moved(found)
             self._cut(found, length)
+
+    def _has_moved(self, found: _Sequence) -> None:
+        found.moved += 1
+        self.moved += 1
 
     def _cut(self, found: _Sequence, length: int) -> None:
         pages = self._pages(length)
@@ -403,7 +412,21 @@ class Cache:
         q_lens, kv_lens, positions, slots, table, *more = parts
         tensors = (q_lens, kv_lens, positions, slots, table if self._holds_pages else None)
         cu_seqlens_q, own_lens = more.pop() if packed else None, more.pop() if own else None
-        return self._makes_step(self, ids, tuple(starts), tuple(ends), tensors, rows, state, cu_seqlens_q, own_lens)
+        made = self._makes_step(self, ids, tuple(starts), tuple(ends), tensors, rows, state, cu_seqlens_q, own_lens)
+        made.moved = self.moved, tuple(s.moved for s in found)
+        return made
+
+    def changed(self, step: Step) -> str | None:
+        """What has happened to a sequence of a step, which no longer describes it; None where nothing has."""
+        with self._lock:
+            for number, moved in zip(step.sequences, step.moved[1]):
+                found = self._sequences.get(number)
+                if found is None:
+                    return f"sequence {number} was freed"
+                if found.moved != moved:
+                    return f"sequence {number} was truncated or swapped out"
+            step.moved = self.moved, step.moved[1]
+            return None
 
     def _close(self, step: Step, keeps: bool) -> None:
         with self._lock:
@@ -452,6 +475,7 @@ class Cache:
             pages = [n for n, block in enumerate(found.blocks) if self._blocks.holders[block] == 1]
             blocks = [found.blocks[n] for n in pages]
             (index,) = on_device([_ints(blocks)], self.device)
+            self._has_moved(found)
             found.swapped = _Swapped(pages, [_to_host(pool.index_select(0, index)) for pool in self._pools])
             self._blocks.drop(blocks)
             for n in pages:

@@ -52,6 +52,10 @@ class Step:
         self.cu_seqlens_q = cu_seqlens_q
         self.own_lens = self.kv_lens if own_lens is None else own_lens
         self.state = state
+        self.moved: tuple[int, tuple[int, ...]] = (
+            cache.moved,
+            (),
+        )  # of the cache, and of each sequence, when it was made
         self._rows = rows  # of a DenseCache: where these sequences lie
         self._appended: set[int] = set()  # layers, where append was seen to run
         self._is_watched = True  # what a compiled function appends is not seen
@@ -101,7 +105,11 @@ class Step:
         return found
 
     def options_of(self, layer: int = 0) -> dict[str, Any]:
-        """The same with what a cache of FP8 has beside the keys and values of a layer: descales, and rotary columns."""
+        """The same with what a cache of FP8 has beside the keys and values of a layer: descales, and rotary columns.
+
+        Raises WeftError where the step no longer describes its sequences: it was cancelled, or rows of them are gone.
+        """
+        self._check_rows_are_there()
         layer = self.cache._checked_layer("options_of", layer)
         scales, rope = self.cache.scales, self.cache.ropes(layer)
         if scales is None:
@@ -110,6 +118,15 @@ class Step:
         if rope is not None:
             found["rope"] = rope if self._rows is None else rope[self._rows]
         return found
+
+    def _check_rows_are_there(self) -> None:
+        if torch.compiler.is_compiling() or (self.moved[0] == self.cache.moved and self.state != "cancelled"):
+            return
+        what = "it was cancelled" if self.state == "cancelled" else self.cache.changed(self)
+        if what is not None:
+            raise WeftError(
+                f"step: {what}, and its rows may be those of others now; make another, cache.view(sequences)"
+            )
 
     def attend(self, layer: int, variant: Attention, query: Tensor, /, **given: Any) -> Any:
         """What the variant gives for queries of the new rows, [B, Hq, L, D], over all that their sequences have.

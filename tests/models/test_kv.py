@@ -578,6 +578,39 @@ def test_attend_refuses_what_a_step_brings_itself(kind, dtype):
     assert store.view([a, b]).attend(0, CAUSAL, rows(2, 3, heads=4)).shape == (2, 4, 3, 8)
 
 
+@pytest.mark.parametrize("kind", [PagedCache, DenseCache])
+def test_a_step_whose_rows_are_gone_is_refused(kind):
+    """They may be those of another sequence now, or what a cancelled step has written."""
+    store = PagedCache(8, page=4, **SIZES) if kind is PagedCache else DenseCache(3, 16, **SIZES)
+    a, b, query = store.allocate(), store.allocate(), rows(1, 1, heads=4)
+    store.append([a], rows(1, 6), rows(1, 6))
+
+    def stale(change, said):
+        seen = store.view([a])
+        out = seen.attend(0, CAUSAL, query)
+        store.append([b], rows(1, 1), rows(1, 1))  # what happens to others is their matter
+        store.truncate(b, 0)
+        store.truncate(a, store.length(a))  # which drops nothing
+        assert torch.equal(seen.attend(0, CAUSAL, query), out)
+        change()
+        for read in (lambda: seen.attend(0, CAUSAL, query), lambda: seen.options, lambda: seen.options_of(0)):
+            with pytest.raises(weft.WeftError, match=f"step: sequence {a} was {said}.*make another, cache.view"):
+                read()
+
+    stale(lambda: store.truncate(a, 5), "truncated or swapped out")
+    seen = store.view([a])
+    store.append([a], rows(1, 2), rows(1, 2))
+    assert seen.attend(0, CAUSAL, query).shape == query.shape  # longer ones still have its rows
+    stale(lambda: store.swap_out(a), "truncated or swapped out")
+    store.swap_in(a)
+    step = store.extend([a], [1])
+    step.append(0, rows(1, 1), rows(1, 1))
+    step.cancel()
+    with pytest.raises(weft.WeftError, match="step: it was cancelled"):
+        step.attend(0, CAUSAL, query)
+    stale(lambda: store.free(a), "freed")
+
+
 def test_a_dense_cache_refuses_what_a_paged_one_does():
     store = DenseCache(2, 8, **SIZES)
     for tokens in ("abc", 3, [1.5], torch.ones(2)):
