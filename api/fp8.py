@@ -44,7 +44,8 @@ def quantize(
     "token". dtype: torch.float8_e4m3fn or torch.float8_e5m2. layout: "columns" stores a value so that its length is
     contiguous, as products of FP8 want it, and gives a view [B, H, L, D] of that.
 
-    What is all 0 has descale 1. Infinite numbers become the largest finite ones, and NaN stays NaN.
+    What is all 0 has descale 1. Infinite numbers become the largest finite ones, and NaN stays NaN. Numbers of fp64 are
+    taken as float32 has them: beyond 3.4e38 they are infinite.
 
     >>> data, descale = quantize(torch.tensor([[[[1.0, -2.0]]]]))
     >>> data.float(), descale.item() == 2 / 448

@@ -144,6 +144,8 @@ class ShardedStep(Step):
     ) -> tuple[Tensor, Tensor | None]:
         """out and lse of this rank's keys, lse as kernels save it, or None where the normalizer has none."""
         options, operands = _checked(variant, query, given)
+        if problems := self.row_problems(query):
+            raise collected(str(variant.name), problems)
         heads, sequence = self.cache.by_heads, self.cache.by_sequence
         division = Division(sequence.ranks, self._group(query), sequence.rank == 0)
         placed = _placed(variant, division)
@@ -264,6 +266,12 @@ class _Sharded(Cache):
         if heads is None and sequence is None:
             raise WeftError(f"{name}: expected heads=, sequence= or both: the ranks that divide the one or the other")
         self.by_heads, self.by_sequence = _group(name, "heads", heads), _group(name, "sequence", sequence)
+        both = [set(dist.get_process_group_ranks(g.group)) for g in (self.by_heads, self.by_sequence) if g.ranks > 1]
+        if len(both) == 2 and len(both[0] & both[1]) > 1:
+            raise WeftError(
+                f"{name}: sequence: expected ranks that have the same key heads, got ranks that heads= divides them "
+                "among; pass two dimensions of a mesh, heads=mesh['heads'], sequence=mesh['tokens']"
+            )
         self.agree, self._changes = agree, Changes()
         groups = {"heads": self.by_heads, "sequence": self.by_sequence}
         self._agreements = {n: Agreement(g.group, name) for n, g in groups.items() if agree and g.ranks > 1}
@@ -278,7 +286,9 @@ class _Sharded(Cache):
             raise WeftError(
                 f"{name}: kv_heads: expected a multiple or a divisor of the {ranks} ranks of heads=, got {kv_heads}"
             )
-        return None if kv_heads is None else max(1, self.all_kv_heads // ranks)
+        return (
+            max(1, self.all_kv_heads // ranks) if is_size(kv_heads) else kv_heads
+        )  # what is no size is refused as such
 
     def _own_descale(self, descale: Given) -> Given:
         """Of descales [layers, Hkv] those of this rank's heads."""
@@ -301,6 +311,8 @@ class _Sharded(Cache):
     def shard(self, query: Tensor) -> Tensor:
         """This rank's heads of a query [B, Hq, L, D] that has all of them: a view."""
         ranks, rank = self.by_heads.ranks, self.by_heads.rank
+        if not isinstance(query, Tensor):
+            raise WeftError(f"shard: query: expected a tensor [B, Hq, L, D], got {type(query).__name__}")
         if query.dim() != 4 or query.shape[1] % ranks or query.shape[1] % self.all_kv_heads:
             raise WeftError(
                 f"shard: query: expected [B, Hq, L, D] with a multiple of {ranks} heads, one or more for each of "

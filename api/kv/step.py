@@ -144,15 +144,17 @@ class Step:
         problems = []
         for n in (n for n in given if n in _BROUGHT and given[n] is not None):
             problems.append(Problem(option=n, what="the step brings its own", next_step=_BROUGHT[n] or "leave it out"))
-        if (rows := _rows_of(query)) is not None and self.state != "read only" and rows != self.length:
-            expected, how = (
-                f"{counted(self.length, 'row')}, the new ones of the step",
-                "cache.view(sequences) takes others",
-            )
-            problems.append(Problem(operand="query", expected=expected, got=str(rows), next_step=how))
-        if problems:
+        if problems := problems + self.row_problems(query):
             raise collected(f"{variant.name}: attend", problems)
         return {n: value for n, value in given.items() if n not in _BROUGHT}
+
+    def row_problems(self, query: object) -> list[Problem]:
+        """Queries that are not of the new rows, where there are new ones."""
+        rows = _rows_of(query)
+        if rows is None or self.state == "read only" or rows == self.length:
+            return []
+        expected, how = f"{counted(self.length, 'row')}, the new ones of the step", "cache.view(sequences) takes others"
+        return [Problem(operand="query", expected=expected, got=str(rows), next_step=how)]
 
     def append(self, layer: int, key: Tensor, value: Tensor | None = None) -> None:
         """Write the new rows of one layer: key [B, Hkv, L, D] and value [B, Hkv, L, Dv], of the cache's dtype.

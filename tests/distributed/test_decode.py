@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +350,22 @@ def _mistakes(ways: Ways) -> list[str]:
     wrong += _said(rank, "query: a cache keeps no gradients", attend(CAUSAL, query.clone().requires_grad_()))
     wrong += _said(rank, "call step.attend(layer, variant, query, ...)", lambda: cache.view([a]).options)
     wrong += _said(rank, "query: expected [B, Hq, L, D] with a multiple of 2 heads", lambda: cache.shard(query[:, :1]))
+    wrong += _said(rank, "shard: query: expected a tensor [B, Hq, L, D], got NoneType", lambda: cache.shard(None))  # type: ignore[arg-type]
+    with cache.extend([a], [2]) as new:
+        new.append(0, key[:, :, :2], key[:, :, :2])
+        wrong += _said(rank, "query: expected 2 rows, the new ones of the step, got 3",
+                       lambda: new.attend(0, CAUSAL, query))  # fmt: skip
+    cache.truncate(a, 3)
+    wrong += _said(
+        rank, "step: sequence 0 was truncated or swapped out", lambda: new.attend(0, CAUSAL, query[:, :, :2])
+    )
+    wrong += _said(rank, "sequence: expected ranks that have the same key heads", lambda: ShardedPagedCache(
+        9, **{**given, "heads": dist.group.WORLD, "sequence": dist.group.WORLD}, **sizes))  # fmt: skip
+    for number in (0, "2", 1.0):
+        wrong_heads: dict[str, Any] = {**given, **sizes, "kv_heads": number}
+        said = f"kv_heads: expected a positive int, got {number!r}"
+        wrong += _said(rank, said, partial(ShardedPagedCache, 9, **wrong_heads))
+        wrong += _said(rank, said, partial(ShardedDenseCache, 9, 8, **wrong_heads))
     wrong += _said(rank, "expected heads=, sequence= or both", lambda: ShardedPagedCache(9, **sizes))
     wrong += _said(rank, "kv_heads: expected a multiple or a divisor of the 2 ranks",
                    lambda: ShardedPagedCache(9, **given, **{**sizes, "kv_heads": 3}))  # fmt: skip
