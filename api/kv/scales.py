@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Scale: TypeAlias = Literal["head", "token"]
 Given: TypeAlias = float | Tensor | None  # descales that a caller has: for all layers, or [layers, Hkv]
+_FLOAT32 = torch.finfo(torch.float32)
 ROOM = 2.0  # of a descale that the first rows decide: later ones may be so many times as large before they saturate
 
 
@@ -139,7 +140,7 @@ class HeadScales(Scales):
             for new, made, given in zip((stored, value), (self.k_descales, self.v_descales), self._given):
                 if new is not None and not given:
                     top = largest(torch.where(there, new.float(), 0.0), 0).amax(0, keepdim=True)
-                    made[layer].copy_(descale_of(top * ROOM, cache.dtype))
+                    made[layer].copy_(descale_of((top * ROOM).clamp(max=_FLOAT32.max), cache.dtype))
             self._known[layer] = has_rows
         super().append(cache, layer, key, value, slots, has_rows)
 

@@ -12,6 +12,7 @@ from ..ir.errors import Problem, WeftError, collected, counted, shown
 from ..runtime.descales import OF_CACHE
 from ..runtime.ops.append import append_rows
 from ..runtime.options import LENGTHS
+from .given import check_flag
 
 if TYPE_CHECKING:
     from ..attention import Attention
@@ -221,6 +222,7 @@ class Step:
         others are written otherwise, or not read before `truncate` takes them away. The step is open as before. Where
         none was seen to be appended, a captured graph wrote them, or somebody through `slots`.
         """
+        check_flag("commit", "partial", partial)
         left = set(range(self.cache.layers)) - self._appended
         is_partial = self._is_watched and self._appended and left and self.starts != self.ends
         if self.state == "open" and is_partial and not partial:

@@ -243,6 +243,20 @@ def test_rows_of_a_cancelled_step_decide_for_no_other_that_is_open(wrote: bool) 
     assert real.flatten().tolist() == pytest.approx([1.0] * 64, rel=2.0**-4)
 
 
+@pytest.mark.parametrize("largest", [1e38, 2e38, 3e38, math.inf])
+def test_first_rows_of_any_size_decide_descales_that_calls_take(largest: float) -> None:
+    """Twice the largest number of float32 is none."""
+    cache = weft.kv.PagedCache(4, kv_heads=2, head_dim=8, dtype=E4M3, scale="head")
+    sequence, rows = cache.allocate(), torch.ones(1, 2, 3, 8)
+    rows[:, 0, 0, 0] = largest
+    cache.append([sequence], rows, rows)
+    step = cache.view([sequence])
+    descale = step.options_of(0)["v_descale"]
+    assert bool(descale.isfinite().all()) and bool((descale > 0).all())
+    out = step.attend(0, CAUSAL, torch.zeros(1, 2, 1, 8), out_dtype=torch.float64)
+    assert bool(out.isfinite().all()) and (out[:, 1] - 1.0).abs().max() < 0.04
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("scale", ["token", "head"])
 def test_what_is_appended_saturates_and_nan_stays(scale: str, target: str) -> None:

@@ -538,6 +538,7 @@ FREED.untyped_storage().resize_(0)
         ),
         (lambda s, a: s.allocate(torch.ones(2).to_sparse()), "allocate: tokens: expected a dense tensor"),
         (lambda s, a: s.allocate([True, False]), r"allocate: tokens: expected ints, got \[True, False\]"),
+        (lambda s, a: s.extend([a], [1]).commit(partial="yes"), "commit: partial: expected True or False, got 'yes'"),
         (lambda s, a: s.keys(False), "keys: layer: expected 0 to 0, got False"),
         (lambda s, a: s.fixed_step(10**30, pages=1), r"fixed_step: expected at most 2\*\*30 rows"),
         (lambda s, a: s.view([a]).attend(0, None, rows(1, 3)), "attend: variant: expected a weft.Attention behind"),
