@@ -16,7 +16,7 @@ from ..ir.attention import Attention
 from ..ir.errors import Problem, WeftError, collected, shown
 from ..ir.numbers import is_int, is_number
 from ..runtime.check.operands import as_number, operand_problems, overflow_problems
-from ..runtime.check.tensors import form_problem, known_memory_problems, length_problems
+from ..runtime.check.tensors import form_problem, known_memory_problems, length_problems, width_problems
 
 Strategy = Literal["gather", "ring", "exchange", "heads", "heads+exchange", "heads+ring"]
 Balance = Literal["contiguous", "zigzag", "striped", "pairs"]
@@ -78,7 +78,9 @@ def _numbers_in(given: object) -> list[Any]:
     ):
         return [None]
     numbers = given.tolist() if hasattr(given, "tolist") and not isinstance(given, type) else given  # of numpy, too
-    return [as_number(n, int) for n in numbers] if isinstance(numbers, Iterable) else [None]
+    if isinstance(numbers, Mapping) or not isinstance(numbers, Iterable):
+        return [None]
+    return [as_number(n, int) for n in numbers]
 
 
 def check_known(attention: Attention, looked_at: Mapping[str, Any]) -> None:
@@ -129,6 +131,8 @@ def check_asked(
             problems.append(Problem(option=name, expected=f"one of {', '.join((AUTO, *known))}", got=shown(value)))
     if not problems:
         problems += [*length_problems("length", sizes.q_len), *length_problems("kv_length", sizes.kv_len)]
+        widths = {} if is_latent else {"head_dim": sizes.head_dim, "value_dim": sizes.value_dim}
+        problems += [problem for n, width in widths.items() for problem in width_problems(n, width, "")]
     if is_int(q_offset):
         problems += overflow_problems(q_offset)
     elif q_offset is not None:

@@ -15,10 +15,10 @@ from ..calls.dtensors import is_sharded
 from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected, counted, shown
 from ..ir.numbers import is_int
-from ..runtime.check.tensors import form_problem, known_memory_problems
+from ..runtime.check.tensors import form_problem, known_memory_problems, width_problems
 from ..runtime.descales import FP8, OF_CACHE, is_fp8
 from .blocks import NO_SALT, Blocks, Start, start_of
-from .given import MOST, check_flag, checked_tokens, device_of, listed, size_problems, token_ids
+from .given import MOST, check_flag, checked_tokens, device_of, is_size, listed, size_problems, token_ids
 from .scales import Given, Scale, scale_problems, scales_of
 from .share import ELSEWHERE, NOWHERE, WHOLE, Share
 from .step import Step, on_device
@@ -93,6 +93,9 @@ class Cache:
             if value_dim is not None:
                 given["value_dim"] = value_dim
         problems = size_problems(given)
+        if latent is None:
+            columns = {n: w for n in ("head_dim", "value_dim") if is_size(w := given.get(n))}
+            problems += [str(p) for n, width in columns.items() for p in width_problems(n, width, "")]
         if latent is not None:
             if not isinstance(latent, Latent):
                 problems.append(f"latent: expected weft.Latent(rank=..., rope=...), got {shown(latent)}")

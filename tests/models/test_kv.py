@@ -316,6 +316,8 @@ def test_rows_of_a_dense_cache_are_a_view():
         (lambda: PagedCache(4, page=512, **SIZES), "page: expected a power of two from 1 to 256, got 512"),
         (lambda: PagedCache(0, **SIZES), "blocks: expected a positive int, got 0"),
         (lambda: PagedCache(4, kv_heads=2, dtype=torch.float32), "head_dim: expected a positive int, got None"),
+        (lambda: PagedCache(4, **{**SIZES, "head_dim": 257}), "head_dim: expected 1 to 256, got 257; wider heads are"),
+        (lambda: DenseCache(4, 8, **SIZES, value_dim=300), "value_dim: expected 1 to 256, got 300; wider heads are"),
         (lambda: PagedCache(4, kv_heads=2, head_dim=8, dtype=torch.int8), "dtype: expected one of torch.bfloat16"),
         (
             lambda: PagedCache(4, kv_heads=2, head_dim=8, dtype=np.ones(2)),
