@@ -143,7 +143,7 @@ def check_asked(
         problems.append(
             Problem(option="heads", expected=f"a multiple of kv_heads {sizes.kv_heads}", got=str(sizes.heads))
         )
-    if is_latent and sizes.kv_heads != 1:
+    if is_latent and is_int(sizes.kv_heads, least=2):
         problems.append(Problem(option="kv_heads", expected="1, as a latent cache has", got=str(sizes.kv_heads)))
     if problems:
         raise WeftError.of("plan", *problems)

@@ -240,6 +240,8 @@ def check_latent(
     assert latent is not None
     width, columns = latent.rank + latent.rope, "rank + rope" if rope is None else "rank, with rope="
     own = width if rope is None else latent.rank
+    if query.shape[1] == 0:
+        problems.append(_heads_problem(0, 1, paged))
     if cache.shape[1] != 1:
         problems.append(wrong("cache", f"1 head [B, 1, T, {columns}]", cache.shape[1]))
     if cache.shape[3] != own:
@@ -326,7 +328,7 @@ def _latent_problems(call: Call) -> list[Problem]:
             if tensor.shape[0] != batch or tensor.shape[2] != key.shape[2]:
                 rows = f"batch {batch} and length {key.shape[2]}"
                 found.append(wrong(label, rows, f"shape {list(tensor.shape)}"))
-            if tensor.shape[1] == 0 or query.shape[1] % tensor.shape[1]:
+            if 0 in (tensor.shape[1], query.shape[1]) or query.shape[1] % tensor.shape[1]:
                 found.append(_heads_problem(query.shape[1], tensor.shape[1], False))
     if value is not None and value.shape[1] != key.shape[1]:
         found.append(wrong("value", f"{counted(key.shape[1], 'head')} as in key", value.shape[1]))

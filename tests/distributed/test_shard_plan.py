@@ -330,6 +330,7 @@ def test_deals() -> None:
             r"recent: plan: window: expected a Python number, got a tensor; pass window",
         ),
         (RECENT, {}, r"recent: plan: window: missing; pass window=\.\.\., which the mask reads"),
+        (MLA, {"kv_heads": torch.ones(2)}, r"kv_heads: expected a positive int, got a tensor"),
         (MLA, {"kv_heads": 8}, r"kv_heads: expected 1, as a latent cache has, got 8"),
         (MLA, {"strategy": "heads"}, r"strategy='heads': expected a variant without latent="),
     ],

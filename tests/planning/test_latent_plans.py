@@ -245,6 +245,7 @@ def test_what_a_step_of_a_decode_is_not_asked_before_is_told_after() -> None:
         ((query.int(), cache.int()), {}, "expected bfloat16, float16 or float32, got torch.int32"),
         ((query, cache.double()), {}, "cache: expected dtype torch.float32 as in query"),
         ((query, cache.expand(2, 2, 9, 48)), {}, "cache: expected 1 head"),
+        ((query[:, :0], cache), {}, "query: expected at least 1 head, got 0"),
         ((query, cache[:1]), {}, "cache: expected batch 2 as in query, got 1"),
         ((query[..., :40], cache), {}, r"query: expected dim 48 \(rank \+ rope\) without uk, got 40"),
         ((query, None), {}, "cache: expected a tensor, got NoneType"),
