@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from ..codegen.torch_private import break_graph, constant_while_tracing, rows_lie_as_torch_deals_them
-from ..ir.attention import Attention
-from ..ir.errors import WeftError
+from ..ir.attention import SEED, Attention
+from ..ir.errors import WeftError, collected
 from ..ir.expr import Expr, Load, Symbol, TensorOperand
 from ..ir.walk import children
+from ..runtime.check.operands import as_number, offset_problems, operand_problems
+from ..runtime.check.tensors import dtype_problems, form_problem, rank_problems
 from ..runtime.options import READ_BY_KERNELS, CallOptions
 from .in_region import unknown_over_rows
 
@@ -69,6 +71,8 @@ def of_shards(
     if torch.compiler.is_compiling() and _has_sharded_rows(query):
         break_graph(UNTRACED)
         return torch.compiler.disable(of_shards, reason=UNTRACED)(attention, compute, main, operands, options)
+    if not torch.compiler.is_compiling():
+        _check_forms(attention, main, operands, options)
     call = _Shards(attention, query, main["key"])  # type: ignore[arg-type]
     local = {n: None if t is None else call.local(t, call.of_main(n, t), n) for n, t in main.items()}
     tensors = {p.name for p in attention.canonical.parameters if isinstance(p, TensorOperand)}
@@ -78,6 +82,28 @@ def of_shards(
     }
     found = call.over_rows(local, own, options) if call.rows is not None else compute(local, own, call.options(options))
     return tuple(map(call.whole, found)) if isinstance(found, tuple) else call.whole(found)
+
+
+def _check_forms(
+    attention: Attention, main: Mapping[str, Tensor | None], operands: Mapping[str, Any], options: CallOptions
+) -> None:  # fmt: skip
+    """Raise WeftError for what is no tensor that could be divided. What else is wrong, calls on shards say."""
+    problems = rank_problems({n: t for n, t in main.items() if t is not None})
+    problems += [] if problems else dtype_problems(main["query"])  # type: ignore[arg-type]
+    named = {n: t for n, t in operands.items() if isinstance(t, Tensor)} | options.lengths
+    named |= {n: t for n in ("uk", "uv") if (t := getattr(options, n)) is not None}
+    problems += [problem for n, t in named.items() if (problem := form_problem(n, t)) is not None]
+    if not isinstance(options.q_offset, (Tensor, type(None))):
+        problems += offset_problems(as_number(options.q_offset, int), None, None)
+    if problems := problems or operand_problems(attention, _plain(attention, operands), None, all_of=()):
+        raise collected(str(attention.name), problems)
+
+
+def _plain(attention: Attention, operands: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers among operands, as Python's, and what is neither a number nor a tensor."""
+    kinds = {s.name: int if s.dtype == "int" else float for s in attention.canonical.scalars}
+    plain = {n: v for n, v in operands.items() if not isinstance(v, Tensor) and n != SEED.name}
+    return {n: as_number(v, kinds.get(n)) for n, v in plain.items()}
 
 
 def of_sharded_rows(

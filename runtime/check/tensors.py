@@ -98,15 +98,18 @@ def rank_problems(named: Mapping[str, object]) -> list[Problem]:
     return found
 
 
+def dtype_problems(query: Tensor) -> list[Problem]:
+    if query.dtype in TAKEN:
+        return []
+    return [wrong("query", "bfloat16, float16 or float32", query.dtype, "cast it, query.to(torch.float32)")]
+
+
 def kind_problems(named: Mapping[str, Tensor]) -> list[Problem]:
     """Tensors of four dimensions of which one has another dtype, device or order than kernels read. The first is that
     which the others are compared with: the query."""
-    found = []
     query = next(iter(named.values()))
-    dtype, device, like = query.dtype, query.device, "query"
-    if dtype not in TAKEN:
-        found.append(wrong("query", "bfloat16, float16 or float32", dtype, "cast it, query.to(torch.float32)"))
-    elif dtype in descales.FP8:  # those that are not FP8 have one dtype
+    found, dtype, device, like = dtype_problems(query), query.dtype, query.device, "query"
+    if dtype in descales.FP8:  # those that are not FP8 have one dtype
         like, dtype = next(((n, t.dtype) for n, t in named.items() if t.dtype in FLOATS), (like, dtype))
     for label, tensor in named.items():
         if tensor.dtype != dtype and tensor is not query and tensor.dtype not in descales.FP8:

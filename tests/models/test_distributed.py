@@ -15,6 +15,8 @@ from torch import Tensor
 import weft
 from weft import batch, head, kv_head, kv_pos, masks, q_pos, score
 
+from .. import fresh
+
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package"),
     pytest.mark.filterwarnings("ignore"),  # of torch's own start of processes
@@ -240,3 +242,40 @@ def test_four_processes_compute_what_one_does_and_refuse_what_they_cannot(tmp_pa
     place = meeting_place()
     multiprocessing.start_processes(child, (place.port, tmp_path), nprocs=4, start_method=how)  # type: ignore[no-untyped-call]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2", "3"]
+
+
+def test_what_is_no_tensor_of_a_call_on_dtensors_is_refused_in_words() -> None:
+    """Before anything is divided, on one process: shapes of such things cannot be read."""
+    script = """
+import numpy, pytest, torch, weft
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+window, table = weft.scalar("window", int), weft.tensor("table", 1)
+causal = weft.Attention(mask=weft.masks.causal, name="causal")
+recent = weft.Attention(weft.score + table[weft.head], mask=weft.q_pos - weft.kv_pos < window, name="recent")
+nested = torch.nested.nested_tensor([torch.randn(4, 3, 16), torch.randn(4, 2, 16)])
+plain = torch.randn(2, 4, 8, 16)
+for place in (Shard(2), Shard(1), Replicate()):
+    q = distribute_tensor(plain, mesh, [place])
+    for call, said in (
+        (lambda: causal(q, 3, q), "key: expected a tensor, got int"),
+        (lambda: causal(q, plain[0], q), "key: expected 4 dimensions"),
+        (lambda: causal(q, q, True), "value: expected a tensor, got bool"),
+        (lambda: causal(q, nested, q), "key: expected a dense tensor, got a nested one"),
+        (lambda: causal(q > 0, q > 0, q > 0), "query: expected bfloat16, float16 or float32, got torch.bool"),
+        (lambda: causal(q, q, q, kv_lens={}), "kv_lens: expected a tensor, got dict"),
+        (lambda: causal(q, q, q, q_offset={}), "q_offset: expected an int"),
+        (lambda: recent(q, q, q, window=[1], table=torch.ones(4)), "window: expected an int, got"),
+        (lambda: recent(q, q, q, window=3, table=torch.ones(4).to_sparse()), "table: expected a dense tensor"),
+    ):
+        with pytest.raises(weft.WeftError, match=said):
+            call()
+    found = recent(q, q, q, window=numpy.int64(3), table=torch.ones(4)).full_tensor()
+    assert torch.allclose(found, recent(plain, plain, plain, window=3, table=torch.ones(4)), atol=1e-6)
+"""
+    done = fresh.run(script)
+    assert done.returncode == 0, done.stderr
