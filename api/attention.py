@@ -167,8 +167,11 @@ class Attention(Methods, Declaration):
                 is_known = is_known and not operands[name].is_nested
         except (AttributeError, RuntimeError, TypeError, ValueError):
             is_known = False
-        if (not is_known or (value is None and self.latent is None)) and not are_jagged(query, key, value):
-            self._check(query, key, value, operands, options.block_table is not None)
+        if not is_known or (value is None and self.latent is None):
+            if not are_jagged(query, key, value):
+                self._check(query, key, value, operands, options.block_table is not None)
+            elif is_ragged:
+                raise lengths_given_twice(str(self.name), options)
         if q_offset is None and not is_ragged:
             try:
                 q_offset = kv_rows - q_rows

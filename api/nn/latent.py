@@ -105,6 +105,8 @@ class LatentAttention(nn.Module):
         """x [B, L, width] -> [B, L, width]; the arguments are those of `nn.Attention`. cache: of `latent=`."""
         check_rows("nn.LatentAttention", x, self.width)
         options = options_of(x, cache, options)
+        if own := [n for n in ("uk", "uv", "rope") if options.pop(n, None) is not None]:
+            raise WeftError(f"nn.LatentAttention: {', '.join(own)}: expected none, as the module has its own")
         query = self.q_proj(x) if self.q_lora is None else self.q_b_proj(normed(self.q_a_layernorm, self.q_a_proj(x)))
         if is_sharded(query) or query.shape[2] != self.heads * (self.nope + self.rope_dim):
             raise WeftError(

@@ -569,3 +569,6 @@ def test_nested_tensors_take_no_lengths_besides(q_offset):
     for call in (CAUSAL, CAUSAL.reference):
         with pytest.raises(weft.WeftError, match=r"kv_lens: expected none with nested tensors"):
             call(query, query, query, q_offset=q_offset, kv_lens=torch.tensor([5, 3]))
+    window = weft.Attention(mask=weft.q_pos - weft.kv_pos < weft.scalar("window", int), name="window")
+    with pytest.raises(weft.WeftError, match=r"kv_lens: expected none with nested tensors"):  # whatever else is wrong
+        window(query, query, query, q_offset=q_offset, kv_lens=torch.tensor([5, 3]))

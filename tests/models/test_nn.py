@@ -468,11 +468,14 @@ def test_calls_that_do_not_fit():
             lambda: module(x, cu_seqlens_q=torch.tensor([0, 4])): "positions: missing; with cu_seqlens_q rows do not",
             lambda: module(x, q_lens=torch.tensor([3]), kv_lens=torch.tensor([4])): "positions: missing; with q_lens",
             lambda: module(x, return_lse=True): "return_lse: a module gives its output alone",
+            lambda: latent()(x, uk=x, uv=x): "nn.LatentAttention: uk, uv: expected none, as the module has its own",
+            lambda: latent()(x, rope=x): "nn.LatentAttention: rope: expected none, as the module has its own",
             lambda: cache.keys(3): "keys: layer: expected 0 to 0, got 3",
             lambda: cache.values(-1): "values: layer: expected 0 to 0, got -1",
         }.items():
             with pytest.raises(weft.WeftError, match=words):
                 call()
+        assert torch.equal(latent()(x, uk=None, rope=None), latent()(x))
     with pytest.raises(weft.WeftError, match="a cache keeps no gradients"):
         module(x, cache=step)
 
