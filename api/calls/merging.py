@@ -17,7 +17,8 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     parts: (out, lse) of each set, as calls with `return_lse=True` give them, at least one. out is the sum of
     exp(lse_i - lse) * out_i, and lse = log(sum of exp(lse_i)) (Dao et al. 2023, "Flash-Decoding"), computed in float32,
     float64 where a part is. It has the dtype of the first out. Every part gets its gradient. A row that sees no key in
-    any part gives 0 and -inf, with zero gradients. A sink belongs to one part alone.
+    any part gives 0 and -inf, with zero gradients. A part whose lse is -inf has seen no key: its out may be
+    anything beside others, also NaN; one part alone is given back as it is. A sink belongs to one part alone.
 
     Raises WeftError for parts of different shapes or devices, naming all that differ.
 
@@ -30,9 +31,10 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if is_double else torch.float32
     if len(parts) == 1:
         return parts[0][0], parts[0][1].to(dtype)
+    own = [part.masked_fill((lse == -torch.inf)[..., None], 0.0) for part, lse in parts]
     lses = torch.stack([lse.to(dtype) for _, lse in parts])
     lse, shares = lse_and_shares(lses)
-    out = sum(share[..., None] * part.to(dtype) for share, (part, _) in zip(shares, parts))
+    out = sum(share[..., None] * part.to(dtype) for share, part in zip(shares, own))
     assert isinstance(out, Tensor)
     return out.to(parts[0][0].dtype), lse
 

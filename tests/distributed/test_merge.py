@@ -77,6 +77,15 @@ def test_rows_that_see_nothing_are_zero_and_get_no_gradient() -> None:
         assert gradient is not None and bool(gradient.isfinite().all()) and not gradient[0, 0, 2].any()
 
 
+def test_a_part_that_saw_no_key_may_hold_anything() -> None:
+    """Kernels of others leave such rows as they find them."""
+    out, lse = drawn(1, 2, 3, 4), drawn(1, 2, 3, seed=1)
+    unseen = torch.full_like(out, torch.nan).requires_grad_(), torch.full_like(lse, -torch.inf).requires_grad_()
+    found, found_lse = weft.merge([unseen, (out, lse)])
+    assert torch.equal(found, out) and torch.equal(found_lse, lse)
+    assert not any(grad.any() for grad in torch.autograd.grad(found.sum() + found_lse.sum(), unseen))
+
+
 def test_parts_in_bf16_are_joined_in_float32() -> None:
     exact = [(drawn(1, 2, 9, 8, seed=n), drawn(1, 2, 9, seed=n + 5)) for n in range(3)]
     out, lse = weft.merge([(o.bfloat16(), s.float()) for o, s in exact])
