@@ -118,10 +118,9 @@ def _full_too_early(rows: Any) -> Any:
 def _names_twice(fresh: Any) -> Any:
     """Two shared parts get one name."""
 
-    def wrong(*arguments: Any) -> Iterator[str]:
-        for name in fresh(*arguments):
-            yield name
-            yield name
+    def wrong(prefix: str, exprs: Any) -> Iterator[str]:
+        for name in fresh(prefix, exprs):
+            yield from [name] * (2 if prefix == "t" else 1)  # those of shared parts
 
     return wrong
 
@@ -213,7 +212,7 @@ _ON_CPU: dict[str, Defect] = {
     "lse_in_base_2": InText(r"(mantissa\.log2\(\)\)) \* LN_2", r"\1"),
     "dlse_added": InText(r"minus_delta \+ dlse", "minus_delta - dlse"),
     "delta_forgotten": InText(r"product\(values, douts, minus_delta\)", "product(values, douts)"),
-    "shared_names_collide": Instead("compiler.analysis.values.cse", "_fresh_names", _names_twice),
+    "shared_names_collide": Instead("compiler.analysis.values.cse", "_unused", _names_twice),
     "le_printed_as_lt": OfOperator("le", (("tile", "({0} < {1})"), ("number", "({0} < {1})"))),
     "offset_of_the_first_row": InText(r"q_offset\.tolist\(\)", "[int(q_offset[0])] * len(q_offset)"),
     "slopes_of_where_swapped": Instead(_SYMBOLIC, "_Where._eval_derivative", _swapped_slopes),
