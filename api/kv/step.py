@@ -53,10 +53,8 @@ class Step:
         self.cu_seqlens_q = cu_seqlens_q
         self.own_lens = self.kv_lens if own_lens is None else own_lens
         self.state = state
-        self.moved: tuple[int, tuple[int, ...]] = (
-            cache.moved,
-            (),
-        )  # of the cache, and of each sequence, when it was made
+        # how often rows had gone from the cache, and from each sequence, when the step was made
+        self.moved: tuple[int, tuple[int, ...]] = (cache.moved, ())
         self._rows = rows  # of a DenseCache: where these sequences lie
         self._appended: set[int] = set()  # layers, where append was seen to run
         self._is_watched = True  # what a compiled function appends is not seen
