@@ -7,9 +7,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+from ..ir.errors import WeftError, shown
+from ..ir.numbers import is_int
+
 Run = tuple[int, int]  # first row, and the one behind the last
 Runs = tuple[Run, ...]  # not empty, apart from each other, in order
 MOST_CHUNKS = 1 << 11  # of a sequence: a plan of more takes the host minutes
+
+
+def check_rank(rank: object, ranks: int) -> None:
+    """Raise WeftError for what is no rank: a list would take -1 for its last one."""
+    if not is_int(rank, least=0, most=ranks - 1):
+        raise WeftError(f"rank: expected an int from 0 to {ranks - 1}, got {shown(rank)}")
 
 
 def joined(runs: Iterable[Run]) -> Runs:
@@ -98,7 +107,8 @@ class Deal:
     ranks: int
 
     def rows(self, rank: int) -> Runs:
-        """Those that a rank owns. It has them in this order."""
+        """Those that a rank owns. It has them in this order. Raises WeftError for what is no rank."""
+        check_rank(rank, self.ranks)
         return self._of_ranks[rank]
 
     def owners_of(self, run: Run) -> tuple[int, ...]:

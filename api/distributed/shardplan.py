@@ -37,7 +37,7 @@ from .asked import (
     starts_of,
 )
 from .described import lines
-from .rows import Deal, Run, Runs, common, count, joined, without
+from .rows import Deal, Run, Runs, check_rank, common, count, joined, without
 from .seen import PackedSight, Sight
 
 _CHUNKS = 8  # of a rank, where chunks are dealt by visible pairs
@@ -172,7 +172,9 @@ class ShardPlan:
         return f"{self.strategy}, {self.balance}, {sizes.q_len} queries, {sizes.kv_len} keys ({digest})"
 
     def needed(self, rank: int) -> Runs:
-        """Keys that the queries of a rank may see; all keys where they are gathered."""
+        """Keys that the queries of a rank may see; all keys where they are gathered. Raises WeftError for what is no
+        rank."""
+        check_rank(rank, self.ranks)
         if self.strategy == "gather":
             return joined([(0, self.sizes.kv_len)])
         return self._needed[rank]

@@ -75,6 +75,16 @@ def test_every_visible_pair_is_in_one_portion(name: str, lengths: tuple[int, int
         assert int(times.max()) <= 1 and bool((times[visible] == 1).all()), (name, ranks, balance, strategy)
 
 
+@pytest.mark.parametrize("rank", [-1, 4, 1.0, True, None])
+@pytest.mark.parametrize("strategy", ["exchange", "gather"])
+def test_what_is_no_rank_has_no_rows(strategy: Any, rank: Any) -> None:
+    made = plan(weft.Attention(mask=masks.causal), ranks=4, heads=2, length=64, head_dim=16, strategy=strategy)
+    for ask in (made.needed, made.queries.rows, made.keys.rows, lambda rank: made.received(rank, 0),
+                lambda rank: made.received(0, rank)):  # fmt: skip
+        with pytest.raises(weft.WeftError, match=r"^rank: expected an int from 0 to 3, got"):
+            ask(rank)
+
+
 def test_only_what_is_seen_is_received() -> None:
     made = plan(RECENT, ranks=8, length=8192, window=100, balance="contiguous", strategy="exchange", **SIZES)
     assert [count(made.needed(r)) for r in range(8)] == [1024, *[1024 + 99] * 7]
