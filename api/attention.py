@@ -168,10 +168,7 @@ class Attention(Methods, Declaration):
         except (AttributeError, RuntimeError, TypeError, ValueError):
             is_known = False
         if not is_known or (value is None and self.latent is None):
-            if not are_jagged(query, key, value):
-                self._check(query, key, value, operands, options.block_table is not None)
-            elif is_ragged:
-                raise lengths_given_twice(str(self.name), options)
+            self._check_unknown(query, key, value, options, operands)
         if q_offset is None and not is_ragged:
             try:
                 q_offset = kv_rows - q_rows
@@ -274,6 +271,15 @@ class Attention(Methods, Declaration):
         """Raise for a call that cannot be put together, naming all that is wrong with it."""
         problems = main_problems(query, key, value, paged) if self.latent is None else []
         check_operands(self, operands, query.device if isinstance(query, Tensor) else None, problems)
+
+    def _check_unknown(
+        self, query: Tensor, key: Tensor, value: Tensor | None, options: CallOptions, operands: Mapping[str, Any]
+    ) -> None:  # fmt: skip
+        """The same for one that is not known at once; of nested sequences, whose call looks at them later, lengths."""
+        if not are_jagged(query, key, value):
+            self._check(query, key, value, operands, options.block_table is not None)
+        elif options.are_ragged:
+            raise lengths_given_twice(str(self.name), options)
 
     def _of_latent(
         self, query: Tensor, cache: Tensor, value: Tensor | None, options: CallOptions, operands: Mapping[str, Any]
