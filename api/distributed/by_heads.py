@@ -18,6 +18,7 @@ from ..runtime.call import choices_of
 from . import sharded
 from .agreement import Backwards, backwards, kept
 from .collectives import all_reduce, under_way
+from .copies import fill, joined_copy
 from .placed import names_beside, placed
 from .portions import operand_names
 from .rows import Deal, Run, Runs, count, joined, places
@@ -209,32 +210,35 @@ def _to_heads(near: Neighbours, side: Side, tensor: Tensor) -> Tensor:
     batch, _, _, width = tensor.shape
     first, end = side.heads[near.rank]
     shapes = [(batch, end - first, count(rows), width) for rows in side.rows]
-    parts = _swapped(near, [tensor[:, a:b] for a, b in side.heads], shapes)
+    parts = _swapped(near, tensor, [[tensor[:, a:b]] for a, b in side.heads], shapes)
     runs = [(run, part[:, :, a:b]) for rows, part in zip(side.rows, parts)
             for run, (a, b) in zip(rows, places(rows, rows))]  # fmt: skip
     empty = tensor.new_empty(batch, end - first, 0, width)
-    return torch.cat([empty, *(part for _, part in sorted(runs, key=lambda found: found[0]))], 2)
+    return joined_copy([empty, *(part for _, part in sorted(runs, key=lambda found: found[0]))])
 
 
 def _to_rows(near: Neighbours, side: Side, tensor: Tensor) -> Tensor:
     batch, own, _, width = tensor.shape
     rows = count(side.rows[near.rank])
-    sent = [torch.cat([tensor[:, :, :0], *(tensor[:, :, a:b] for a, b in places(runs, side.together))], 2)
-            for runs in side.rows]  # fmt: skip
-    parts = _swapped(near, sent, [(batch, own, rows, width)] * near.ranks)
+    sent = [[tensor[:, :, a:b] for a, b in places(runs, side.together)] for runs in side.rows]
+    parts = _swapped(near, tensor, sent, [(batch, own, rows, width)] * near.ranks)
     if own * near.ranks == side.number:
-        return torch.cat(parts, 1)
+        return joined_copy(parts, 1)
     total = tensor.new_zeros(batch, side.number, rows, width, dtype=torch.promote_types(tensor.dtype, torch.float32))
     for (first, end), part in zip(side.heads, parts):  # several ranks have a head
         total[:, first:end].add_(part)
     return total.to(tensor.dtype)
 
 
-def _swapped(near: Neighbours, sent: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """What each rank has sent to this one. shapes: of these."""
-    flat = torch.cat([t.reshape(-1) for t in sent])
-    sizes = [prod(shape) for shape in shapes]
-    received = flat.new_empty(sum(sizes))
+def _swapped(
+    near: Neighbours, like: Tensor, sent: Sequence[Sequence[Tensor]], shapes: Sequence[tuple[int, ...]]
+) -> list[Tensor]:
+    """What each rank has sent to this one. sent: to each rank, runs of rows. shapes: of what comes."""
+    given, sizes = [sum(run.numel() for run in runs) for runs in sent], [prod(shape) for shape in shapes]
+    flat, received = like.new_empty(sum(given)), like.new_empty(sum(sizes))
+    for there, runs in zip(flat.split(given), sent):
+        if runs:
+            fill(there.view(*runs[0].shape[:2], sum(run.shape[2] for run in runs), like.shape[3]), runs)
     with under_way():
-        dist.all_to_all_single(received, flat, sizes, [t.numel() for t in sent], group=near.group)
+        dist.all_to_all_single(received, flat, sizes, given, group=near.group)
     return [part.view(shape) for part, shape in zip(received.split(sizes), shapes)]

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import under_way
+from .copies import copy_rows, joined_copy
 from .rows import Run, Runs, common, count, places
 from .shardplan import ShardPlan
 
@@ -104,7 +104,7 @@ class Fetch:
             return AtHand(route.rows, arrived[0][1])
         if not arrived:
             return AtHand((), tuple(t[:, :, :0] for t in own))
-        return AtHand(route.rows, tuple(torch.cat(parts, 2) for parts in zip(*(found for _, found in arrived))))
+        return AtHand(route.rows, tuple(map(joined_copy, zip(*(found for _, found in arrived)))))
 
 
 class Return:
@@ -140,7 +140,7 @@ class _Swap:
             first = 0
             for part in parts:
                 place = first + part.shape[2] * ahead
-                self.sent[place : place + part.numel()].view(part.shape).copy_(part)
+                copy_rows(self.sent[place : place + part.numel()].view(part.shape), part)
                 first += part.shape[2] * of_row
             ahead += _of_row((tensor,))
             del parts

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from .copies import copy_rows
 from .rows import Run, common, joined, without
 
 Parts = tuple[Tensor, ...]
@@ -30,11 +31,16 @@ class Pieces:
             self.found.append((rest, self._cut(parts, run, rest)))
         return met
 
+    @property
+    def rows(self) -> int:
+        """How many have come."""
+        return sum(end - first for (first, end), _ in self.found)
+
     def whole(self, into: Sequence[Tensor]) -> Parts:
         """All rows. into: tensors of all of them, filled with what a row has for which nothing came."""
         for run, parts in self.found:
             for there, part in zip(self._cut(tuple(into), (0, into[0].shape[self.axes[0]]), run), parts):
-                there.copy_(part)
+                copy_rows(there, part)
         return tuple(into)
 
     def alone(self, rows: int) -> Parts | None:

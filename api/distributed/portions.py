@@ -20,6 +20,7 @@ from ..runtime.call import MAIN, BackwardCall, Call, Choices, Dense, Packed, Seq
 from ..runtime.ops.library import as_read
 from ..runtime.run.variant import Variant, variant_of
 from .collectives import all_reduce
+from .copies import copy_rows
 from .latent import Keys
 from .pieces import Pieces, fills
 from .placed import names_beside, placed, without_sink
@@ -169,9 +170,12 @@ class Joined:
         if not self.keeps_wide and (found := self.pieces.alone(self.shape[2])) is not None:
             return found[0], found[1]
         lse = (2, *self.shape[:3]) if self.is_far else self.shape[:3]
-        empty = self.query.new_zeros(self.shape), self.query.new_full(lse, -torch.inf, dtype=wide(self.query))
-        if self.is_far:
-            empty[1][1].zero_()
+        empty = self.query.new_empty(self.shape), self.query.new_empty(lse, dtype=wide(self.query))
+        if self.pieces.rows < self.shape[2]:  # some saw nothing
+            empty[0].zero_()
+            empty[1].fill_(-torch.inf)
+            if self.is_far:
+                empty[1][1].zero_()
         out, lse_found = self.pieces.whole(empty)
         return out, lse_found
 
@@ -205,7 +209,7 @@ class Sum:
         if self.whole is None:
             self.whole = part.new_empty((*part.shape[:2], self.among[1] - self.among[0], part.shape[3]))
         for run in without((rows,), self.filled):
-            self._at(run).copy_(_cut(part, run, rows))
+            copy_rows(self._at(run), _cut(part, run, rows))
         for run in common((rows,), self.filled):
             self._add_to_others(run, _cut(part, run, rows))
         self.filled = joined((*self.filled, rows)) if self.filled else (rows,)
@@ -227,7 +231,7 @@ class Sum:
         """What there is of these rows, once nothing is added any more: runs that have parts, and the sums of those."""
         while self.wide.found:
             run, (part,) = self.wide.found.pop()
-            self._at(run).copy_(part)
+            copy_rows(self._at(run), part)
         for run in common((rows,), self.filled):
             yield run, self._at(run)
 
@@ -245,7 +249,7 @@ class Sum:
             return found[0][1].to(self.like.dtype)
         whole = self.like.new_zeros((*self.heads, rows[1] - rows[0], self.columns))
         for run, part in found:
-            _cut(whole, run, rows).copy_(part)
+            copy_rows(_cut(whole, run, rows), part)
         return whole
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 import weft
 from weft import kv_pos, masks, q_pos, score
+from weft.distributed.copies import copy_rows, joined_copy
 from weft.distributed.pieces import Pieces
 from weft.distributed.portions import Given, Sum, gradients
 from weft.runtime.call import Call, Choices, Dense
@@ -15,6 +17,26 @@ from weft.runtime.run.variant import variant_of
 
 slopes = weft.tensor("slopes", 1)
 ALIBI = weft.Attention(score - slopes[weft.head] * (q_pos - kv_pos), masks.causal, name="alibi")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("width", [1, 3, 16, 64])
+def test_copies_in_wide_elements_have_the_same_bits(dtype: torch.dtype, width: int) -> None:
+    def of(*shape: int) -> torch.Tensor:
+        bits = torch.randint(-128, 128, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.int8)
+        return bits.view(dtype)  # NaN of any kind among them
+
+    def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().view(torch.int8)
+
+    whole = of(2, 3, 40, width)
+    for rows in (whole, whole[:, 1:], whole[:, :, 5:21], whole.transpose(1, 2)[:, 2:5], whole[..., width // 2 :]):
+        for room in (of(*rows.shape), of(*rows.shape[:2], rows.shape[2] + 3, rows.shape[3])[:, :, 3:]):
+            copy_rows(room, rows)
+            assert torch.equal(bits_of(room), bits_of(rows))
+    parts = whole[:, :, :7], whole[:, :, 7:7], whole[:, :, 20:]
+    assert torch.equal(bits_of(joined_copy(parts)), bits_of(torch.cat(parts, 2)))
+    assert torch.equal(bits_of(joined_copy((whole, whole[:, :1]), 1)), bits_of(torch.cat((whole, whole[:, :1]), 1)))
 
 
 def test_rows_that_came_once_are_kept_as_they_are() -> None:
