@@ -50,6 +50,7 @@ class Terms:
     drops: bool = False  # weights are dropped: of families triton and hopper the templates do that
     boxed: bool = False  # hopper, forward: a slot is still held that what pairs read was loaded from (`release_read`)
     narrow: bool = False  # hopper, forward: tiles are so narrow that special units are busy longer than products
+    by_tiles: bool = False  # hopper, fp8: values of each tile have a descale
     shared: bool = False  # triton, forward: warps share the rows of a tile, so that a sum over its keys crosses them
     fp8: bool = False  # operands are FP8. hopper, forward: products of a tile are not added to others by their unit
 
@@ -221,7 +222,7 @@ def _softmax_of_hopper(terms: Terms) -> Blocks:
         released += [release.format("reference")]
         raised = [f"highest = {highest}", release.format("highest"), "moved = raised(reference, highest)"]
     if terms.fp8:
-        return _softmax_of_products_apart(raised)
+        return _softmax_of_products_apart(raised, terms.by_tiles)
     return Blocks(
         init="\n".join([*released, "p = gl.exp2(exponent(score, finite(reference), scale))", "sums = thread_sums(p)"]),
         weigh="\n".join(
@@ -239,10 +240,11 @@ def _softmax_of_hopper(terms: Terms) -> Blocks:
     )
 
 
-def _softmax_of_products_apart(raised: list[str]) -> Blocks:
+def _softmax_of_products_apart(raised: list[str], by_tiles: bool) -> Blocks:
     """The same where products of a tile, `product`, join the sums by a multiply-add.
 
-    Sums are in units of the reference before, so that one instruction also rescales them.
+    Sums are in units of the reference before, so that one instruction also rescales them. by_tiles: those of values are
+    also in units of the descale of the tile before, `unit`; that of this tile is `descale`.
     """
     refer = [*raised, "subtract = finite(moved)", "shrunk = gl.exp2(in_base_2(reference - subtract))"]
     first = [
@@ -251,10 +253,19 @@ def _softmax_of_products_apart(raised: list[str]) -> Blocks:
         "sums = one_each(gl.zeros([ROWS, SUM_COLUMNS], gl.float32, SUM))",
         "factor = gl.zeros([ROWS], gl.float32, ROW)  # of sums that are 0",
     ]
-    joined = ["acc = with_product(acc, factor, product)", "sums = with_sums(sums, factor, added)"]
+    of_values = "value_factor" if by_tiles else "factor"
+    joined = [f"acc = with_product(acc, {of_values}, product)", "sums = with_sums(sums, factor, added)"]
+    running = [("reference", "moved"), ("sums", "sums"), ("factor", "shrunk")]
+    if by_tiles:
+        first += ["value_factor, unit = factor, descale"]
+        refer += [
+            "descale = gl.maximum(descale, unit * 2.0**-80)  # sums stay finite",
+            "value_shrunk = shrunk * (unit / descale)",
+        ]
+        running += [("value_factor", "value_shrunk"), ("unit", "descale")]
     return Blocks(
         init="\n".join(first), refer="\n".join(refer), weigh="p = gl.exp2(exponent(score, subtract, scale))",
-        accumulate="\n".join(joined), running=(("reference", "moved"), ("sums", "sums"), ("factor", "shrunk")),
+        accumulate="\n".join(joined), running=tuple(running),
     )  # fmt: skip
 
 

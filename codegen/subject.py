@@ -242,4 +242,5 @@ def _terms(subject: Subject, linear: bool, splits: bool, score: str) -> Terms:
         narrow=max(widths.head_dim, widths.value_dim) <= subject.target.printing.narrow_columns,
         shared=splits and bool(subject.signature.dtypes.quantized),  # of 16 bits it gains 1 %, and spills
         fp8=bool(subject.signature.dtypes.quantized),
+        by_tiles="v_descale" in subject.signature.scaled_tiles,
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..codegen.launch.quantizing import OF_HEAD, OF_TENSOR
-from ..codegen.launch.scaled import BLOCKS, Scaled, by_rows
+from ..codegen.launch.scaled import BLOCKS, OF_TILES, Scaled, by_rows, shift_of
 from ..codegen.torch_private import are_plain, under_transform
 from ..compiler.planning.dtypes import EIGHTHS, dtype_named, named_by_torch
 from ..compiler.planning.signature import usual_out
@@ -284,6 +284,15 @@ def out_dtype_of(query: Tensor, key: Tensor, value: Tensor | None, named: str | 
 def rows_read(read: Mapping[str, Tensor]) -> frozenset[str]:
     """Of the descales that kernels read, those of keys and values that are numbers of rows."""
     return frozenset(n for n, t in read.items() if n in NAMES[1:] and t.shape[2] > 1)
+
+
+def tiles_read(read: Mapping[str, Tensor], kv_len: int) -> frozenset[str]:
+    """Of these, those that are one number for 128 rows, whose places in a head 32 bits tell."""
+    found = {n: read[n] for n in rows_read(read)}
+    return frozenset(
+        n for n, t in found.items()
+        if shift_of(t.shape[2], kv_len) == OF_TILES and t.shape[2] * t.stride(2) < 1 << 31
+    )  # fmt: skip
 
 
 # -- real numbers ------------------------------------------------------------------------------------------------------

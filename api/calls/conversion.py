@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..codegen.launch.scaled import OF_TILES, shift_of
 from ..codegen.torch_private import constant_while_tracing, under_transform
 from ..compiler.planning.conversion import OF_HEADS, OF_LATENT, OF_LATENT_IN_SRAM, pays
 from ..compiler.planning.machines.hardware import Hardware, for_device
@@ -161,7 +162,7 @@ def are_multiplied(variant: Variant, arch: str, main: descales.Main, options: Ca
     if not query.dim() == key.dim() == value.dim() == 4:
         return False
     (_, _, _, head_dim), (_, _, _, value_dim) = query.shape, value.shape
-    rows = _has_rows(options.k_descale), _has_rows(options.v_descale)
+    rows = _rows_of(options.k_descale, key.shape[2]), _rows_of(options.v_descale, key.shape[2])
     dtypes = query.dtype, key.dtype, value.dtype, options.out_dtype
     kind = _kind_of(options)
     if torch.compiler.is_compiling():  # addresses are not known
@@ -230,6 +231,11 @@ def _has_rows(descale: Any) -> bool:
     return isinstance(descale, Tensor) and descale.dim() > 1 and descale.shape[-2] > 1
 
 
+def _rows_of(descale: Any, kv_len: int) -> int | None:
+    """How many rows share a descale, as a power of two; None where all of a head do."""
+    return shift_of(descale.shape[-2], kv_len) if _has_rows(descale) else None
+
+
 @constant_while_tracing
 def _is_multiplying(*asked: Any) -> bool:
     return _multiplying(*asked) is not None
@@ -237,16 +243,26 @@ def _is_multiplying(*asked: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _multiplying(
-    text: str, arch: str, dtypes: tuple[Any, ...], head_dim: int, value_dim: int, rows: tuple[bool, bool], kind: str
+    text: str,
+    arch: str,
+    dtypes: tuple[Any, ...],
+    head_dim: int,
+    value_dim: int,
+    rows: tuple[int | None, int | None],
+    kind: str,
 ) -> tuple[tuple[Target, ...], Signature] | None:
     """The targets that multiply FP8 operands of such calls, whose queries are many, and what these have in common."""
     attention, (*given, out) = variant_of_text(text).attention, dtypes
     query, key, value = (torch.empty(0, dtype=dtype) for dtype in given)
     named = dtypes_of(attention, query, key, value, descales.out_name(PLAIN.having(out_dtype=out)))
-    by_rows = frozenset(n for n, has in zip(descales.NAMES[1:], rows) if has)
+    shared = dict(zip(descales.NAMES[1:], rows))
+    by_rows = frozenset(n for n, shift in shared.items() if shift is not None)
+    by_tiles = frozenset(n for n, shift in shared.items() if shift == OF_TILES)
     widths = Widths(head_dim, value_dim)
     sequences = kind_named(kind)
-    described = Described("forward", arch, named.products, widths, sequences, scaled_rows=by_rows, dtypes=named)
+    described = Described(
+        "forward", arch, named.products, widths, sequences, scaled_rows=by_rows, scaled_tiles=by_tiles, dtypes=named
+    )
     signature = signature_of(described, masked=False, sums_pairs=False)
     targets = driver.reading_fp8(attention, signature, "flash")
     return (targets, signature) if targets else None

@@ -303,7 +303,7 @@ def request_of(
     asked = options.get("deterministic")
     repeats = True if asked is None and torch.are_deterministic_algorithms_enabled() else asked
     facts, on_gpu = facts_of(attention), machine.kind == "cuda"
-    dtypes, rows_read = _of_fp8(attention, operands, options)
+    dtypes, rows_read, tiles_read = _of_fp8(attention, operands, options)
 
     def signature(direction: Direction, wanted: frozenset[str]) -> Signature:
         described = Described(
@@ -312,7 +312,7 @@ def request_of(
             lengths=_lengths(sizes, found), offsets_64=needs_offsets_64(options),
             doubles=on_gpu and has_doubles(options), boxed=boxed_of(facts, options, sizes.element_bytes * on_gpu),
             options=frozenset(n for n in READ_BY_KERNELS if options.get(n) is not None), scaled_rows=rows_read,
-            dtypes=dtypes,
+            scaled_tiles=tiles_read, dtypes=dtypes,
         )  # fmt: skip
         return signature_of(described, masked=attention.canonical.is_masked, sums_pairs=facts.sums_pairs(wanted))
 
@@ -376,21 +376,22 @@ def _converted(
 
 def _of_fp8(
     attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any]
-) -> tuple[Dtypes | None, frozenset[str]]:  # fmt: skip
-    """The dtypes of a call where they differ, and which of its descales are numbers of rows."""
+) -> tuple[Dtypes | None, frozenset[str], frozenset[str]]:  # fmt: skip
+    """The dtypes of a call where they differ, which of its descales are numbers of rows, and which of 128 rows."""
     given = [t for t in operands if isinstance(t, Tensor)]
     asked = [n for n in (*descales.NAMES, "out_dtype") if options.get(n) is not None]
     if not given:
         if asked:
             raise WeftError(f"{attention.name}: {', '.join(asked)}: {_FP8_SIZES}")
-        return None, frozenset()
+        return None, frozenset(), frozenset()
     if not asked and not descales.are_quantized(given):
-        return None, frozenset()
+        return None, frozenset(), frozenset()
     query, key, value = given[0], given[1], given[2] if len(given) > 2 else None
     main, own = {"query": query, "key": key, "value": value}, PLAIN.having(**{n: options[n] for n in asked})
     descales.refuse_bare(str(attention.name), main, own)
     read = descales.read_by_kernels(str(attention.name), main, own, options.get("block_table") is not None)
-    return dtypes_of(attention, query, key, value, descales.out_name(own)), descales.rows_read(read)
+    dtypes = dtypes_of(attention, query, key, value, descales.out_name(own))
+    return dtypes, descales.rows_read(read), descales.tiles_read(read, key.shape[2])
 
 
 def _misfit(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 BLOCKS = (64, 128)  # rows that may share a descale
+OF_TILES = 7  # the power of two that is the larger one: what a tile of keys lies in
 
 
 def shift_of(blocks: int, rows: int) -> int:

@@ -181,6 +181,7 @@ class Signature:
     lengths: LengthClass | None = None  # of the call (class_of), where forms were timed for calls of its class
     options: frozenset[str] = frozenset()  # of the call, which kernels read by their names
     scaled_rows: frozenset[str] = frozenset()  # those of them that are numbers a row, or a block of rows
+    scaled_tiles: frozenset[str] = frozenset()  # of all FP8 operands: those of these that are one for 128 rows
     part: bool = False  # of a backward: queries see other keys too, so that no sum over a row's keys is all of it
 
     @property
@@ -219,6 +220,7 @@ class Signature:
         besides += f" {self.serves}" if self.serves != "all" else ""
         besides += f" with {','.join(sorted(self.options))}" if self.options else ""
         besides += f" by rows {','.join(sorted(self.scaled_rows))}" if self.scaled_rows else ""
+        besides += f" by tiles {','.join(sorted(self.scaled_tiles))}" if self.scaled_tiles else ""
         besides += " part" if self.part else ""
         besides = (" deterministic" if self.deterministic else " atomics" if self.atomics else "") + besides
         return f"{self.direction} {self.arch} {self.label}{latent} {self.sequences} {self.offset}{wanted}{besides}"
@@ -244,6 +246,7 @@ class Described:
     boxed: int = 0
     options: frozenset[str] = frozenset()
     scaled_rows: frozenset[str] = frozenset()
+    scaled_tiles: frozenset[str] = frozenset()
     dtypes: Dtypes | None = None
     part: bool = False
 
@@ -255,15 +258,17 @@ def signature_of(call: Described, *, masked: bool, sums_pairs: bool) -> Signatur
     """
     kind, q_len, kv_len = call.sequences, *call.rows
     forward = call.direction == "forward"
+    dtypes = call.dtypes or Dtypes.all(call.dtype)
     return Signature(
-        direction=call.direction, arch=call.arch, dtypes=call.dtypes or Dtypes.all(call.dtype), widths=call.widths,
+        direction=call.direction, arch=call.arch, dtypes=dtypes, widths=call.widths,
         sequences=kind, offset=call.offset, wanted=call.wanted,
         deterministic=not forward and call.deterministic is True,
         atomics=not forward and call.deterministic is False and sums_pairs,
         few_queries=has_few_queries(call.direction, kind, q_len, call.number),
         serves=serves_of(call.direction, kind, q_len, call.number),
         offsets_64=call.offsets_64, doubles=call.doubles, boxed=call.boxed, options=call.options,
-        scaled_rows=call.scaled_rows, part=not forward and call.part,
+        scaled_rows=call.scaled_rows,
+        scaled_tiles=call.scaled_tiles if dtypes.query in EIGHTHS else frozenset(), part=not forward and call.part,
         short_call=forward and not kind.ragged and is_short_call(q_len, kv_len, masked),
         lengths=class_of(*call.lengths) if call.lengths else None,
     )  # fmt: skip

@@ -155,6 +155,7 @@ def signature_of_call(
         doubles=query.is_cuda and has_doubles(call.operands),
         boxed=boxed_of(facts, call.operands) if query.is_cuda else 0,
         options=frozenset(call.read or ()), scaled_rows=descales.rows_read(call.read or {}),
+        scaled_tiles=descales.tiles_read(call.read or {}, call.key.shape[2]),
         dtypes=dtypes_of(attention, query, call.key, value, call.choices.out), part=call.choices.part,
     )  # fmt: skip
     sums_pairs = facts.with_order(call.sequences.kind.in_order).sums_pairs(wanted)

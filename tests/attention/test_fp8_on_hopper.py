@@ -37,11 +37,17 @@ VARIANTS = {
 
 
 def quantized(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int, value_dim: int, layout: str,
-              per: str, seed: int = 0, device: str = "cpu") -> dict[str, weft.fp8.Quantized]:  # fmt: skip
-    """query, key and value; the first of "token" where `per` says so, the others by head, or by "tensor"."""
+              per: str | int, seed: int = 0, device: str = "cpu") -> dict[str, weft.fp8.Quantized]:  # fmt: skip
+    """query, key and value; the first of "token" where `per` says so, the others by head, or by "tensor" or 128 rows.
+
+    Numbers of neighbours among blocks of 128 rows are far apart, where these have descales.
+    """
     torch.manual_seed(q_len + kv_len + dim + 1000 * seed)
     query, key = torch.randn(batch, heads, q_len, dim), 3 * torch.randn(batch, kv_heads, kv_len, dim)
     value = torch.randn(batch, kv_heads, kv_len, value_dim) * torch.linspace(0.1, 5, kv_heads)[:, None, None]
+    if per == 128:
+        block = torch.arange(kv_len) // 128
+        key, value = key * (2.0 ** -(block % 3))[:, None], value * (100.0 ** (block % 2))[:, None]
     query, key, value = (x.to(device) for x in (query, key, value))
     others = "head" if per == "token" else per
     return {
@@ -83,7 +89,7 @@ def computed(
 
 
 def check(
-    name: str, sizes: tuple[int, ...], layout: str = "rows", per: str = "head", offset: int | None = None,
+    name: str, sizes: tuple[int, ...], layout: str = "rows", per: str | int = "head", offset: int | None = None,
     out_dtype: str | None = None, schedule: str | None = None, seed: int = 0,
 ) -> None:  # fmt: skip
     """Each element within six standard deviations of what the rounding of weights to e4m3 leaves."""
@@ -106,7 +112,8 @@ def check_rounded(
     assert torch.equal(lse == float("-inf"), exact_lse == float("-inf"))
     # weights as the call has them: with the identity in place of values
     every = torch.eye(key.shape[2], dtype=torch.float64, device=key.device).expand(*key.shape[:2], -1, -1)
-    weights = declared.reference(query, key, every, q_offset=offset, **operands)
+    parts = [declared.reference(query, key, part, q_offset=offset, **operands) for part in every.split(256, 3)]
+    weights = torch.cat(parts, 3)
     values = value.repeat_interleave(query.shape[1] // key.shape[1], 1)
     deviation = 2.0**-4 / 3**0.5 * (weights.square() @ values.square()).sqrt()
     largest = weights.amax(-1, keepdim=True)
@@ -124,6 +131,7 @@ SIZES = {
     "wide": (1, 2, 1, 140, 250, 256, 256),
     "wide values": (1, 1, 1, 70, 200, 64, 192),
     "wide keys": (1, 1, 1, 70, 200, 256, 64),
+    "many tiles": (1, 2, 1, 130, 700, 64, 64),
 }
 
 
@@ -138,10 +146,26 @@ def test_widths_and_lengths(sizes: str) -> None:
     check("causal", SIZES[sizes], "columns" if sizes == "square" else "rows")
 
 
-@pytest.mark.parametrize("per", ["tensor", "token"])
-def test_descales_of_a_tensor_and_of_rows_of_the_query(per: str) -> None:
+@pytest.mark.parametrize("per", ["tensor", "token", 128])
+def test_descales_of_a_tensor_of_128_rows_and_of_rows_of_the_query(per: str | int) -> None:
     check("causal", SIZES["ends"], per=per)
     check("cap", SIZES["ends"], per=per)
+
+
+@pytest.mark.parametrize("sizes", ["narrow values", "wide", "many tiles"])
+def test_descales_of_128_rows(sizes: str) -> None:
+    check("full", SIZES[sizes], "columns", per=128)
+
+
+def test_a_descale_may_be_far_below_the_one_before() -> None:
+    """Sums in its units stay finite. Values so small count as 0 beside those of others."""
+    given = quantized(1, 1, 1, 64, 512, 64, 64, "rows", 128)
+    value = given["value"]
+    far = value.descale * torch.tensor([1.0, 1e-30, 1.0, 1e-37])[:, None]
+    given["value"] = weft.fp8.Quantized(value.data, far.clamp(min=2.0**-126))
+    declared = weft.Attention(name="far_descales")
+    out, lse = computed(declared, given, {}, Dense(448))
+    check_rounded(declared, given, 448, {}, out, lse)
 
 
 def test_rows_that_see_nothing_and_fp16() -> None:
@@ -162,10 +186,15 @@ def rows_of(packed: bool, n: int, side: int) -> tuple[slice, slice]:
 def of_sequence(given: weft.fp8.Quantized, packed: bool, n: int, side: int) -> weft.fp8.Quantized:
     own, rows = rows_of(packed, n, side)
     descale = given.descale[own if len(given.descale) > 1 else slice(None)]
-    return weft.fp8.Quantized(given.data[own][:, :, rows], descale[:, :, rows] if descale.shape[2] > 1 else descale)
+    if descale.shape[2] > 1:
+        by_rows = descale.shape[2] >= given.data.shape[2]
+        descale = descale[:, :, rows] if by_rows else descale[:, :, : -(-rows.stop // 128)]
+    return weft.fp8.Quantized(given.data[own][:, :, rows], descale)
 
 
-def ragged(packed: bool, name: str, layout: str, per: str, widths: tuple[int, int] = (64, 64), device: str = "cpu"):
+def ragged(
+    packed: bool, name: str, layout: str, per: str | int, widths: tuple[int, int] = (64, 64), device: str = "cpu"
+):
     """Operands of sequences that have NaN behind their ends, what the variant reads, and the lengths as options."""
     number, more = len(LENS[0]), (33, 21)
     batch, rows = (1, [sum(n) + m for n, m in zip(LENS, more)]) if packed else (number, [max(n) + 5 for n in LENS])
@@ -204,7 +233,8 @@ def check_ragged(declared: weft.Attention, packed: bool, given, operands, out: T
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", mostly(["causal", "documents"], list(VARIANTS)))
 def test_sequences_of_their_own_lengths(name: str, packed: bool, layout: str) -> None:
-    given, operands, lengths = ragged(packed, name, layout, "token" if layout == "rows" else "head")
+    per = "token" if layout == "rows" else "head" if packed else 128
+    given, operands, lengths = ragged(packed, name, layout, per)
     declared = weft.Attention(**VARIANTS[name], name=f"fp8_ragged_{name}")
     sequences = Packed(*lengths.values(), None) if packed else Lengths(*lengths.values(), None)
     out, lse = computed(declared, given, operands, sequences)

@@ -89,7 +89,7 @@ def test_products_of_fp8(sizes, name, layout) -> None:
     """As test_fp8_on_hopper.py has them on a CPU; twice, of which the second time takes the direct way."""
     declared, shape = weft.Attention(**products.VARIANTS[name], name=f"products_{name}"), products.SIZES[sizes]
     operands = {n: t.cuda() for n, t in products.operands_of(name, shape).items()}
-    for seed, per in enumerate(("head", "tensor", "token", "head")):
+    for seed, per in enumerate(("head", "tensor", "token", 128, "head", 128)):
         given = products.quantized(*shape, layout, per, seed, "cuda")
         options = {OF[n]: x.descale for n, x in given.items()}
         tensors = [x.data for x in given.values()]
@@ -106,7 +106,7 @@ def test_products_of_fp8(sizes, name, layout) -> None:
 def test_products_of_fp8_of_sequences_of_their_own_lengths(name, packed, layout, widths) -> None:
     """Twice, of which the second time takes the direct way."""
     declared = weft.Attention(**products.VARIANTS[name], name=f"ragged_{name}")
-    for per in ("head", "token", "tensor"):
+    for per in ("head", "token", "tensor", *([] if packed else [128])):
         given, operands, lengths = products.ragged(packed, name, layout, per, widths, "cuda")
         options = {OF[n]: x.descale for n, x in given.items()} | lengths
         tensors = [x.data for x in given.values()]

@@ -54,7 +54,7 @@ def compiled(
     if latent:
         main |= {"query": torch.empty(1, 128, q_len, width + rope).to(dtypes[0]), "key": main["key"][:, :1]}
         del main["value"]
-    blocks = {"head": lambda rows: 1, "token": lambda rows: rows}[per]
+    blocks = {"head": lambda rows: 1, "token": lambda rows: rows, 128: lambda rows: -(-rows // 128)}[per]
     given = {OF[n]: torch.ones(1 if blocks(t.shape[2]) == 1 else t.shape[0], t.shape[1], blocks(t.shape[2]), 1)
              for n, t in main.items() if t.dtype in (E4M3, E5M2)}  # fmt: skip
     main.setdefault("value", None)
@@ -185,10 +185,10 @@ def test_appended_rows_are_quantised_in_the_launch_that_appends(by_token: bool) 
     assert made.count(r"ld\.global\.v[24]") >= 2 and made.count(r"st\.global\.(v2|b32|v4)") >= 2
 
 
-@pytest.mark.parametrize(("width", "value_width"), [(128, 128), (192, 80)])
-def test_products_of_fp8_on_hopper(width: int, value_width: int) -> None:
+@pytest.mark.parametrize(("width", "value_width", "per"), [(128, 128, "head"), (192, 80, "head"), (64, 64, 128)])
+def test_products_of_fp8_on_hopper(width: int, value_width: int, per: str | int) -> None:
     """Nothing moves a weight to another thread, products run beside the rest, and a value is turned by whole words."""
-    kernels = compiled((E4M3,) * 3, width=width, value_width=value_width, target="hopper")
+    kernels = compiled((E4M3,) * 3, per, width=width, value_width=value_width, target="hopper")
     forward, turning = kernels["flash_forward"], kernels["turn_values"]
     assert forward.spilled == turning.spilled == 0 and forward.serialised == []
     loops = [loop for loop in forward.inner_loops() if ahead.count_opcode("QGMMA", loop)]

@@ -24,6 +24,7 @@ from ..binding import SHAPES, Binding, Kept, Packer, Texts, WayText, direct, fit
 from ..buffers import ALLOCATING, ROOMS, apart, in_rooms, rows_of, strides_of
 from ..finish import Finish, as_read, finishes, typed
 from ..job import Job, Mode, Part
+from ..scaled import OF_TILES
 from .repeating import Pin, repeated
 from .ways import Again, Guard, Ways, nothing_yet
 
@@ -228,6 +229,7 @@ class DirectWay:
             found += self._of_backward()
         found += [*self._of_sequences(), *self._of_memory()]
         found += [f"{n}.shape[2] > 1" for n in sorted(job.signature.scaled_rows)]
+        found += [f"{n}_shift == {OF_TILES}" for n in sorted(job.signature.scaled_tiles)]
         for part in self.parts:
             found += part.conditions(self.mode)
         return found + [text for finish in self._finishes.values() for text in finish.conditions]

@@ -79,6 +79,7 @@ class ForwardConfig:
     pieces: list[Piece]  # of tiles of query and key; the last may lie in a tensor of its own that heads share
     loads_at_positions: bool  # the variant reads tensors at positions
     descales: list[str]  # options of the call, "k_descale"
+    of_tiles: list[str]  # those of them that have a number for each 128 keys
     turned_keys: int  # of a program of turn_values
     turning_warps: int  # of the same
 
@@ -176,6 +177,7 @@ def _forward(code: CodePlan, facts: Facts) -> Forward:
         head_dim=widths.head_dim, value_dim=widths.value_dim, columns=columns, value_columns=value_columns,
         pieces=pieces_of(form, widths)[0], loads_at_positions=facts.loads_at_positions, turned_keys=TURNED_KEYS,
         turning_warps=turning_warps(value_columns), descales=_descales(code.signature),
+        of_tiles=sorted(code.signature.scaled_tiles),
     )  # fmt: skip
     return Forward(form, config, forward_program(form, held_by(code, facts)))
 
