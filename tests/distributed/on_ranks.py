@@ -126,6 +126,13 @@ class Drawn:
         tensors = self.leaves({n: t.to(dtype) if t.is_floating_point() else t for n, t in self.whole.items()})
         return self.run(partial(self.variant.reference, **self.where), tensors, *self.ends)
 
+    def on_one(self, device: str) -> dict[str, Tensor]:
+        """By a plain call, whole on this device, in float64 on the host."""
+        tensors = self.leaves({n: t.to(device) for n, t in self.whole.items()})
+        where = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in self.where.items()}
+        found = self.run(partial(self.variant, **where), tensors, *(t.to(device) for t in self.ends))
+        return {n: t.cpu().double() for n, t in found.items()}
+
 
 def drawn(
     name: str,
@@ -156,15 +163,18 @@ def drawn(
 def compare(
     cp: ContextParallel, name: str, strategy: str, balance: str, lengths: tuple[int, int], kv_heads: int,
     dtype: torch.dtype = torch.float32, device: str = "cpu", overlaps: bool | None = None, starts: Sequence[int] = (),
-    widths: tuple[int, int] = (D, DV),
+    widths: tuple[int, int] = (D, DV), beside_one: bool = False,
 ) -> list[str]:  # fmt: skip
-    """out, lse and every gradient of a call over ranks, beside the definition in float64: what differs."""
+    """out, lse and every gradient of a call over ranks, beside the definition in float64: what differs.
+
+    beside_one: also beside the same call on one device.
+    """
     call = drawn(name, lengths, kv_heads, dtype, starts, widths)
     exact, plain = made_once(
         ("defined", name, lengths, kv_heads, dtype, starts, widths),
         lambda: (call.defined(torch.float64), call.defined(dtype)),
     )
-    looked_at = {"doc": call.whole["doc"]} if "doc" in call.whole and not starts else {}
+    looked_at = {"doc": call.whole["doc"].to(device)} if "doc" in call.whole and not starts else {}
     where = {"cu_seqlens": list(starts)} if starts else call.where
     plan = cp.plan(call.variant, **where, batch=1 if starts else B, heads=H, kv_heads=kv_heads, length=lengths[0],
                    kv_length=lengths[1], head_dim=widths[0], value_dim=widths[1], dtype="fp32", strategy=strategy,
@@ -173,21 +183,37 @@ def compare(
     if overlaps is not None:
         (plan.of_some_heads if plan.divides_both else plan).__dict__["overlaps"] = overlaps
         (plan.of_some_heads if plan.divides_both else plan).__dict__["keeps"] = lengths[0] % 3 == 0
+    label = f"{name} {strategy} {balance} {lengths} Hkv {kv_heads}"
+    return differing(cp, call, plan, label, (exact, plain), device, beside_one)
+
+
+def differing(
+    cp: ContextParallel, call: Drawn, plan: weft.distributed.ShardPlan, label: str,
+    made: tuple[dict[str, Tensor], dict[str, Tensor]], device: str = "cpu", beside_one: bool = False, **options: Any,
+) -> list[str]:  # fmt: skip
+    """What of a call over ranks differs from the definition, and beside_one also from the same call on one device.
+
+    made: by the definition, in float64 and in the dtype of the call. options: of the call over ranks alone.
+    """
+    (exact, plain), unit = made, torch.finfo(call.whole["query"].dtype).eps
     shards = call.leaves({n: (cp.shard(t, plan) if n in call.shapes else t).to(device) for n, t in call.whole.items()})
     for n in plan.looked_at:
         if n in shards:
             plan.looked_at[n] = shards[n]  # type: ignore[index]
     ends = (cp.shard(t, plan).to(device) for t in call.ends)
-    found = call.run(partial(cp.attention, call.variant, plan=plan), shards, *ends)
+    found = call.run(partial(cp.attention, call.variant, plan=plan, **options), shards, *ends)
     of_rows, wrong = {"out", "lse", *(f"d{n}" for n in call.shapes)}, []
-    for n, right in exact.items():
-        expected, beside = (cp.shard(t, plan) if n in of_rows else t for t in (right, plain[n]))
-        if (off := error_of(found[n].cpu().double(), expected, beside.double(), torch.finfo(dtype).eps)) is not None:
-            ranks = f"rank {cp.rank} of {cp.ranks}"
-            wrong.append(f"{name} {strategy} {balance} {lengths} Hkv {kv_heads} {ranks}: {n}: {off}")
+    one = call.on_one(device) if beside_one else {}
+    for who, rights in {"the definition": exact, "one device": one}.items():
+        for n, right in rights.items():
+            expected, beside = (cp.shard(t, plan) if n in of_rows else t for t in (right, plain[n]))
+            off = error_of(found[n].cpu().double(), expected, beside.double(), unit)
+            if off is not None:
+                ranks = f"rank {cp.rank} of {cp.ranks}"
+                wrong.append(f"{label} {ranks}: {n}: {off} from {who}")
     whole_out = cp.unshard(found["out"], plan)
-    if not torch.equal(cp.shard(whole_out, plan), found["out"]) or whole_out.shape[2] != lengths[0]:
-        wrong.append(f"{name} {strategy} {balance}: unshard")
+    if not torch.equal(cp.shard(whole_out, plan), found["out"]) or whole_out.shape[2] != plan.sizes.q_len:
+        wrong.append(f"{label}: unshard")
     return wrong
 
 
@@ -248,6 +274,7 @@ def _child(
     os._exit(0)  # a process group of a rank that is gone cannot be ended in order
 
 
+_MOST_OF_A_NOTE = 4 << 20  # bytes: a store takes 8 MiB at once
 _notes: list[dist.Store] = []  # of a rank: where one of them writes what the others read
 
 
@@ -257,9 +284,14 @@ def made_once(name: object, make: Callable[[], Result]) -> Result:
     if notes.add(f"asked for {key}", 1) == 1:
         kept = io.BytesIO()
         torch.save(made := make(), kept)
-        notes.set(key, kept.getvalue())
+        whole = kept.getvalue()
+        parts = [whole[n : n + _MOST_OF_A_NOTE] for n in range(0, len(whole), _MOST_OF_A_NOTE)]
+        for n, part in enumerate(parts):
+            notes.set(f"{key} part {n}", part)
+        notes.set(key, str(len(parts)))
         return made
-    return torch.load(io.BytesIO(notes.get(key)))
+    number = int(notes.get(key))
+    return torch.load(io.BytesIO(b"".join(notes.get(f"{key} part {n}") for n in range(number))))
 
 
 def on_ranks(

@@ -67,20 +67,29 @@ def _dropped(rank: int) -> list[str]:
             if cp.ranks == (4, 3, 2)[n % 3] and is_taken(strategy[0], cp.ranks, 2):
                 wrong += compare(cp, name, *strategy, (600, 600), 2, overlaps=True if n % 2 else None)
                 wrong += compare(cp, name, *strategy, (600, 600), 2, starts=(0, 130, 500, 600))
-    cp, dropped = _contexts_of[rank][0], variants(32)["dropout"][0]
-    plan = cp.plan(dropped, batch=B, heads=H, length=32, head_dim=D, dtype="fp32", strategy="ring")
-    tensors = [torch.randn(B, H, 32, D, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    return wrong + seeds(_contexts_of[rank][0])
+
+
+def seeds(
+    cp: ContextParallel, device: str = "cpu", dtype: torch.dtype = torch.float32, length: int = 32, width: int = D,
+    off: float = 1e-5,
+) -> list[str]:  # fmt: skip
+    """Seeds that are drawn, tensors, or not the same; and no dropout at all."""
+    rank, wrong, dropped = cp.rank, list[str](), variants(32)["dropout"][0]
+    plan = cp.plan(dropped, batch=B, heads=H, length=length, head_dim=width, dtype="fp32", strategy="ring")
+    tensors = [torch.randn(B, H, length, width, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    tensors = [t.to(device, dtype) for t in tensors]
     shards = [cp.shard(t, plan) for t in tensors]
     torch.manual_seed(100 + rank)  # each draws another seed: the first rank's counts
     found = cp.unshard(cp.attention(dropped, *shards, plan=plan), plan)
     torch.manual_seed(100)
-    if not torch.allclose(found, dropped(*tensors), atol=1e-5):
+    if not torch.allclose(found, dropped(*tensors), atol=off):
         wrong.append(f"rank {rank}: a seed that is drawn")
-    given = cp.unshard(cp.attention(dropped, *shards, plan=plan, seed=torch.tensor(rank)), plan)
-    if not torch.allclose(given, dropped(*tensors, seed=0), atol=1e-5):
+    given = cp.unshard(cp.attention(dropped, *shards, plan=plan, seed=torch.tensor(rank, device=device)), plan)
+    if not torch.allclose(given, dropped(*tensors, seed=0), atol=off):
         wrong.append(f"rank {rank}: a seed that is given as a tensor")
     whole = cp.unshard(cp.attention(dropped, *shards, plan=plan, train=False), plan)
-    if not torch.allclose(whole, dropped(*tensors, train=False), atol=1e-5):
+    if not torch.allclose(whole, dropped(*tensors, train=False), atol=off):
         wrong.append(f"rank {rank}: train=False")
     try:
         cp.attention(dropped, *shards, plan=plan, seed=5 + (rank == 1))
@@ -97,27 +106,31 @@ def _some(rank: int) -> list[str]:
         *_in_other_words(rank),
         *_of_two_dimensions(rank),
         *_packed(rank, 26),
-        *_whole(rank),
+        *whole_again(_contexts_of[rank]),
         *_without_one(rank),
     ]
 
 
-def _whole(rank: int) -> list[str]:
-    """`unshard` gives back tensors of every dtype, also of those that gloo does not send; and what has no elements."""
+def whole_again(contexts: list[ContextParallel], device: str = "cpu", rows: int = 37) -> list[str]:
+    """`unshard` gives back tensors of every dtype, also of those that no backend sends; and what has no elements."""
     wrong, causal = [], weft.Attention(mask=masks.causal, name="causal")
-    for cp in _contexts_of[rank]:
-        plan = cp.plan(causal, heads=H, length=37, head_dim=D, dtype="fp32", balance="striped")
-        numbers = torch.arange(37 * 6).view(1, 2, 37, 3)
-        key8 = weft.fp8.quantize(torch.randn(1, 2, 37, 8, generator=torch.Generator().manual_seed(1)), per="token")
+    for cp in contexts:
+        rank = dist.get_rank()
+        plan = cp.plan(causal, heads=H, length=rows, head_dim=D, dtype="fp32", balance="striped")
+        numbers = torch.arange(rows * 6, device=device).view(1, 2, rows, 3)
+        drawn = torch.randn(1, 2, rows, 8, generator=torch.Generator().manual_seed(1)).to(device)
+        key8 = weft.fp8.quantize(drawn, per="token")
         tensors = {str(t)[6:]: numbers.to(t) for t in (torch.int8, torch.int16, torch.bool, torch.bfloat16)}
         tensors |= {"e4m3": key8.data, "e5m2": numbers.to(torch.float8_e5m2), "descale": key8.descale}
-        tensors |= {"complex": numbers * 1j, "conj": (numbers * 1j).conj(), "none": torch.zeros(0, 3, 37, 5)}
-        tensors |= {"turned": numbers.mT.contiguous().mT, "expanded": torch.rand(1)[0].expand(1, 2, 37, 3) * 0}
+        tensors |= {"complex": numbers * 1j, "conj": (numbers * 1j).conj()}
+        tensors |= {"none": torch.zeros(0, 3, rows, 5, device=device), "turned": numbers.mT.contiguous().mT}
+        tensors |= {"expanded": torch.rand(1, device=device)[0].expand(1, 2, rows, 3) * 0}
         for name, t in tensors.items():
             found, expected = cp.unshard(cp.shard(t, plan), plan), t.resolve_conj().contiguous()
             if found.dtype != t.dtype or not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
                 wrong.append(f"rank {rank}: unshard of {name}")
-        if not torch.equal(cp.unshard(cp.shard(torch.arange(37), plan, dim=0), plan, dim=0), torch.arange(37)):
+        positions = torch.arange(rows, device=device)
+        if not torch.equal(cp.unshard(cp.shard(positions, plan, dim=0), plan, dim=0), positions):
             wrong.append(f"rank {rank}: unshard of one dimension")
         if copy.deepcopy({"cp": cp})["cp"] is not cp:
             wrong.append(f"rank {rank}: a copy of a model has other ranks")

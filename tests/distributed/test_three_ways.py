@@ -31,27 +31,28 @@ B, L, HEADS, KV_HEADS, D, WORDS = 4, 30, 4, 2, 8, 23
 class Layer(nn.Module):
     """Attention whose call is handed in, and a network."""
 
-    def __init__(self) -> None:
+    def __init__(self, head_dim: int = D) -> None:
         super().__init__()
-        width = HEADS * D
-        self.q, self.k, self.v = (nn.Linear(width, n * D, bias=False) for n in (HEADS, KV_HEADS, KV_HEADS))
+        self.head_dim, width = head_dim, HEADS * head_dim
+        self.q, self.k, self.v = (nn.Linear(width, n * head_dim, bias=False) for n in (HEADS, KV_HEADS, KV_HEADS))
         self.o, self.up, self.down = nn.Linear(width, width), nn.Linear(width, 64), nn.Linear(64, width)
         self.before, self.between = nn.RMSNorm(width), nn.RMSNorm(width)
         self.sinks = nn.Parameter(torch.linspace(-1, 1, HEADS))
 
     def forward(self, x: Tensor, attend: Any) -> Tensor:
         normed = self.before(x)
-        query, key, value = (f(normed).unflatten(-1, (-1, D)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        projected = (f(normed).unflatten(-1, (-1, self.head_dim)) for f in (self.q, self.k, self.v))
+        query, key, value = (t.transpose(1, 2) for t in projected)
         own = self.sinks.to_local() if hasattr(self.sinks, "to_local") else self.sinks
         x = x + self.o(attend(query, key, value, own).transpose(1, 2).flatten(2))
         return x + self.down(functional.silu(self.up(self.between(x))))
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, head_dim: int = D) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(WORDS, HEADS * D), nn.Linear(HEADS * D, WORDS)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.embedding, self.head = nn.Embedding(WORDS, HEADS * head_dim), nn.Linear(HEADS * head_dim, WORDS)
+        self.layers = nn.ModuleList(Layer(head_dim) for _ in range(2))
 
     def forward(self, tokens: Tensor, attend: Any) -> Tensor:
         x = self.embedding(tokens)
@@ -60,38 +61,41 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def loss_of(model: Model, tokens: Tensor, labels: Tensor, attend: Any) -> Tensor:
+def loss_of(model: Model, tokens: Tensor, labels: Tensor, attend: Any, length: int = L) -> Tensor:
     """Its part of the mean over all tokens of the whole batch."""
     logits = model(tokens, attend).flatten(0, 1)
-    return functional.cross_entropy(logits, labels.flatten(), reduction="sum") / (B * L)
+    return functional.cross_entropy(logits, labels.flatten(), reduction="sum") / (B * length)
 
 
 def compare(rank: int, shapes: list[tuple[int, int, int]]) -> list[str]:
     wrong = []
     for shape in shapes:
-        wrong += _compare(shape)
+        wrong += trained(shape)
     return wrong
 
 
 def _over_hosts(rank: int) -> list[str]:
-    return [wrong for strategy in ("heads+ring", "heads+exchange") for wrong in _compare((2, 2, 1), strategy)]
+    return [wrong for strategy in ("heads+ring", "heads+exchange") for wrong in trained((2, 2, 1), strategy)]
 
 
-def _compare(shape: tuple[int, int, int], strategy: str = "auto") -> list[str]:
+def trained(
+    shape: tuple[int, int, int], strategy: str = "auto", device: str = "cpu", length: int = L, head_dim: int = D,
+    relative: float = 1e-4,
+) -> list[str]:  # fmt: skip
     """strategy: one of two dimensions takes the first two for the sequence."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "cp", "tp"))
     drawn = torch.Generator().manual_seed(4)
-    tokens, labels = torch.randint(WORDS, (2, B, L), generator=drawn)
+    tokens, labels = torch.randint(WORDS, (2, B, length), generator=drawn).to(device)
     torch.manual_seed(5)
-    alone, divided = Model(), Model()
+    alone, divided = Model(head_dim).to(device), Model(head_dim).to(device)
     divided.load_state_dict(alone.state_dict())
     whole_loss = loss_of(
-        alone, tokens, labels, lambda q, k, v, own: recent.reference(q, k, v, sinks=own)
+        alone, tokens, labels, lambda q, k, v, own: recent.reference(q, k, v, sinks=own), length
     )  # the definition
     whole_loss.backward()
 
@@ -104,14 +108,14 @@ def _compare(shape: tuple[int, int, int], strategy: str = "auto") -> list[str]:
     has_hosts = "+" in strategy
     cp = ContextParallel(mesh, dim=("dp", "cp") if has_hosts else "cp", strategy=strategy)
     groups, group = (1, 0) if has_hosts else (shape[0], mesh.get_local_rank("dp"))
-    plan = cp.plan(recent, batch=B // groups, heads=HEADS // shape[2], kv_heads=KV_HEADS // shape[2], length=L,
-                   head_dim=D, dtype="fp32")  # fmt: skip
+    plan = cp.plan(recent, batch=B // groups, heads=HEADS // shape[2], kv_heads=KV_HEADS // shape[2], length=length,
+                   head_dim=head_dim, dtype="fp32")  # fmt: skip
 
     def attend(query: Tensor, key: Tensor, value: Tensor, own: Tensor) -> Tensor:
         return cp.attention(recent, query, key, value, plan=plan, sinks=cp.share(own))
 
     mine = [cp.shard(t.chunk(groups)[group], plan, dim=1) for t in (tokens, labels)]
-    loss = loss_of(divided, *mine, attend)
+    loss = loss_of(divided, *mine, attend, length)
     (loss * (shape[0] * shape[1])).backward()  # FSDP takes the mean over these ranks, and the loss is their sum
     total = loss.detach() / shape[2]
     dist.all_reduce(total)
@@ -119,7 +123,7 @@ def _compare(shape: tuple[int, int, int], strategy: str = "auto") -> list[str]:
     wrong = [] if torch.allclose(total, whole_loss, atol=1e-5) else [f"{label}: loss {total} in place of {whole_loss}"]
     for (name, right), (_, parameter) in zip(alone.named_parameters(), divided.named_parameters(), strict=True):
         found = parameter.grad.full_tensor()  # type: ignore[union-attr]
-        if not torch.allclose(found, right.grad, atol=1e-5, rtol=1e-4):  # type: ignore[arg-type]
+        if not torch.allclose(found, right.grad, atol=1e-5, rtol=relative):  # type: ignore[arg-type]
             wrong.append(f"{label}: gradient of {name} is off by {(found - right.grad).abs().max():.1e}")  # type: ignore[operator]
     return wrong
 
