@@ -261,11 +261,12 @@ def _documents(device: str, rank: int) -> list[str]:
         call = _of_ids(variant, ids[None].contiguous(), length)
         made = made_once(("documents", name), lambda: (call.defined(torch.float64), call.defined(BF16)))  # noqa: B023
         for strategy, balance in (("auto", "auto"), ("exchange", "pairs"), ("ring", "zigzag"), ("heads", "contiguous")):
-            doc = call.whole["doc"].to(device)
+            doc = call.whole["doc"].clone().to(device)
             plan = cp.plan(variant, batch=1, heads=H, kv_heads=2, length=length, head_dim=WIDTH, dtype="bf16",
                            strategy=strategy, balance=balance, doc=doc)  # fmt: skip
             label = f"documents {name} {strategy} {balance}"
-            wrong += differing(cp, call, replace(plan), label, made, device, beside_one=balance == "pairs")
+            own_plan = replace(plan, looked_at=dict(plan.looked_at))
+            wrong += differing(cp, call, own_plan, label, made, device, beside_one=balance == "pairs")
             own = [cp.shard(call.whole[n], plan).to(device) for n in call.shapes]
             cp.attention(variant, *own, plan=plan, doc=doc)  # the very tensor that was looked at
             doc += 1
