@@ -106,7 +106,7 @@ def compare(
                 got = found[n]
                 assert isinstance(got, DTensor), n
                 assert n not in ("out", "lse") or list(got.placements) == placements
-                scale = 1.0 if limit is None else float(right.nan_to_num(neginf=0.0).abs().max())
+                scale = 1.0 if limit is None else float(right.detach().nan_to_num(neginf=0.0).abs().max())
                 off = 1e-4 if limit is None else limit
                 assert torch.allclose(got.full_tensor(), right, atol=off * scale, rtol=off), (shape, name, n)
 
