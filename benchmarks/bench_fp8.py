@@ -21,7 +21,7 @@ PLANS = 3  # of cuDNN's plans, those that are tried
 
 @dataclass(frozen=True)
 class Quantized:
-    """Query, key and value as e4m3 numbers, each with one descale, which cuDNN takes and no other kind."""
+    """Query, key and value as e4m3 numbers, with one descale each, which cuDNN takes and no other kind, or more."""
 
     data: tuple[Tensor, Tensor, Tensor]
     descales: tuple[Tensor, Tensor, Tensor]
@@ -32,7 +32,7 @@ class Quantized:
         import weft
 
         layouts = ("rows", "rows", row.fp8)
-        made = [weft.fp8.quantize(x.detach(), "tensor", layout=layout) for x, layout in zip(tensors, layouts)]
+        made = [weft.fp8.quantize(x.detach(), row.fp8_per, layout=layout) for x, layout in zip(tensors, layouts)]
         return Quantized(tuple(x.data for x in made), tuple(x.descale for x in made))  # type: ignore[arg-type]
 
     @property
@@ -41,7 +41,10 @@ class Quantized:
 
     def real(self, dtype: torch.dtype) -> list[Tensor]:
         """What the numbers stand for."""
-        return [(x.float() * descale).to(dtype) for x, descale in zip(self.data, self.descales)]
+        import weft
+
+        pairs = zip(self.data, self.descales)
+        return [weft.fp8.dequantize(weft.fp8.Quantized(x, descale), dtype) for x, descale in pairs]
 
 
 class Cudnn:

@@ -255,6 +255,8 @@ def _cudnn_fp8(row: Row, operands: Operands) -> Contender:
         raise NotOffered(f"nvidia-cudnn-frontend cannot be imported: {error}") from error
     if row.variant not in ("full", "causal"):
         raise NotOffered("cuDNN's FP8 attention has no such variant")
+    if row.fp8_per != "tensor":
+        raise NotOffered("cuDNN's FP8 attention has one descale a tensor")
     made = Cudnn(row, operands.quantized)
     return Contender(made.forward, operands.leaves, operands.grad_out, real=made.real)
 

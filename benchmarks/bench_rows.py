@@ -24,6 +24,7 @@ class Row:
     spread: tuple[int, int, int] | None = None  # of how many sequences tokens are packed, from how many to how many
     # of operands in FP8, how values lie: "rows", or "columns", whose length is contiguous; "": operands are bf16
     fp8: Literal["", "rows", "columns"] = ""
+    fp8_per: Literal["tensor", 128] = "tensor"  # what shares a descale
 
     @property
     def kv_heads(self) -> int:
@@ -41,6 +42,7 @@ class Row:
         batch = "" if self.batch * self.length == TOKENS else f" B{self.batch}"
         spread = " {} of {} to {}".format(*self.spread) if self.spread else ""
         fp8 = f" FP8, values by {self.fp8}" if self.fp8 else ""
+        fp8 += ", a descale for 128 rows" if self.fp8_per == 128 else ""
         return f"{width} {heads} S{self.length}{batch} {self.variant}{parameter}{spread}{fp8}"
 
     @property
@@ -176,5 +178,8 @@ _IN_FP8 = (  # forwards alone: FP8 has no backward
     *(row for row in VARIANTS if row.variant in ("softcap", "alibi", "window", "documents")),
     *PACKED[:2],
 )
-FP8 = tuple(replace(row, fp8=layout) for row in _IN_FP8 for layout in ("columns", "rows"))  # type: ignore[arg-type]
+FP8 = (
+    *(replace(row, fp8=layout) for row in _IN_FP8 for layout in ("columns", "rows")),  # type: ignore[arg-type]
+    *(replace(row, fp8="columns", fp8_per=128) for row in _IN_FP8 if row.variant in ("causal", "full")),
+)
 QUICK = (DENSE[0], DENSE[5], VARIANTS[0])
