@@ -6,18 +6,21 @@ generate anything.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache
 from math import ceil
 
 from ....compiler.analysis.tiles.results import Axis, TileCounts, Traits
-from ....compiler.planning.cost import CountTiles, KernelCost, cost_of, dense_counts
+from ....compiler.planning.cost import CountTiles, KernelCost, busy_fraction, cost_of, dense_counts
 from ....compiler.planning.dtypes import FP32, dtype_named
+from ....compiler.planning.form import Machine
 from ....compiler.planning.kernel import Kernel
 from ....compiler.planning.machines.hardware import Hardware
 from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments
 from ....compiler.planning.signature import Direction
+from .cost import torch_cost, work_of
 from .forms import CpuForm
 
 USUAL = CpuForm(256, 256)  # what ties keep: measured beside others where this was written (docs/experiments)
@@ -56,18 +59,13 @@ def _cpu_forms(
         and any(r.library == "onednn" for r in hardware.cpu.products)
     )
     shape = Shape(1, max(8, hardware.sms), max(8, hardware.sms), _NOMINAL, _NOMINAL, head_dim, value_dim, dtype)
-    count = cache(_counts(shape, traits))
-
-    def cost(form: CpuForm) -> KernelCost:
-        tiles = count(kernel.axis, form.block_q, form.block_kv)
-        return cost_of(kernel, form, shape, hardware, parts, tiles, traits)
-
     found = [
         CpuForm(queries, keys, kib, own)
         for own in libraries for queries in _ROWS for keys in _ROWS for kib in _KIB
         if queries * keys * 4 <= kib * 1024
     ]  # fmt: skip
-    seconds = {form: cost(form).seconds for form in found}
+    predicted = _seconds(kernel, shape, hardware, parts, traits)
+    seconds = {form: predicted(form) for form in found}
     found.sort(key=lambda form: seconds[form])  # of equals the first: torch's products, small tiles
     usual = next(form for form in (USUAL, *found) if seconds[form] <= seconds[found[0]] * (1 + WITHIN))
     pairs = (0.5 if traits.masked else 1.0) * shape.batch * shape.heads * shape.q_len * shape.kv_len
@@ -78,6 +76,31 @@ def _cpu_forms(
     if own is not None and whole * seconds[usual] < own:
         return (in_tiles[0], usual, *in_tiles[1:])
     return (usual, *in_tiles)
+
+
+def _seconds(
+    kernel: Kernel, shape: Shape, hardware: Hardware, parts: Segments, traits: Traits
+) -> Callable[[CpuForm], float]:  # fmt: skip
+    """What a kernel takes in a form.
+
+    Forms of equal tiles, up to ten, differ in what a core does alone: what else there is to them is worked out once.
+    """
+    assert hardware.cpu is not None
+    count, work = _counts(shape, traits), work_of(kernel, traits, hardware.cpu)
+
+    @cache
+    def of_tiles(block_q: int, block_kv: int) -> tuple[KernelCost, float]:
+        tiles = count(kernel.axis, block_q, block_kv)
+        cost = cost_of(kernel, CpuForm(block_q, block_kv), shape, hardware, parts, tiles, traits)
+        return cost, busy_fraction(kernel.programs(cost.sizes), cost.at_once)
+
+    def found(form: CpuForm) -> float:
+        cost, busy = of_tiles(form.block_q, form.block_kv)
+        sram = form.sram(kernel, parts, traits)(cost.sizes)
+        machine = Machine(hardware, shape.dtype, sram, busy)
+        return torch_cost(kernel, form, cost.sizes, cost.tiles, traits, machine, work).times.seconds
+
+    return found
 
 
 def _first(usual: CpuForm, found: list[CpuForm]) -> tuple[CpuForm, ...]:

@@ -56,14 +56,15 @@ OWN_KEYS = 512  # that torch's own kernel computes at once: of them a causal mas
 
 
 def torch_cost(
-    kernel: Kernel, form: CpuForm, x: Sizes, tiles: TileCounts, traits: Traits, machine: Machine
+    kernel: Kernel, form: CpuForm, x: Sizes, tiles: TileCounts, traits: Traits, machine: Machine,
+    work: CpuWork | None = None,
 ) -> TorchCost:  # fmt: skip
-    """Of a kernel in this form. x: the letters of the problem."""
+    """Of a kernel in this form. x: the letters of the problem. work: that of `work_of`, where it is at hand."""
     hardware = machine.hardware
     assert hardware.cpu is not None
     sizes = with_joined(x, form, tiles, traits.masked)
     speed = speed_of(form, sizes, machine.sram, hardware, machine.dtype)
-    work = work_of(kernel, traits, hardware.cpu)
+    work = work or work_of(kernel, traits, hardware.cpu)
     return TorchCost(sizes, times_of(kernel, sizes, speed, hardware, machine.busy, work), speed, work)
 
 
