@@ -69,10 +69,17 @@ SOURCE = "source.py"  # the file of a generated module
 COMPUTES = {"attention", "calls", "models"}
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m looks at markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as thorough what `make test` leaves out: of tests that compute, cases whose parameters all have values that
-    other cases have; of tests that compile, all cases but one; and those between every n-th of `sampled(n)`."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before -m looks at markers, and when it has chosen
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Mark as thorough what `make test` leaves out, and begin with what is slow."""
+    mark_as_thorough(items)
+    yield
+    begin_with_slow(items)
+
+
+def mark_as_thorough(items: list[pytest.Item]) -> None:
+    """Of tests that compute, cases whose parameters all have values that other cases have; of tests that compile, all
+    cases but one; and those between every n-th of `sampled(n)`."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("thorough") is None:
@@ -80,6 +87,42 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for cases in tests.values():
         for item in left_out(cases):
             item.add_marker("thorough")
+
+
+def begin_with_slow(items: list[pytest.Item]) -> None:
+    """The share of every worker begins with its part of the tests that are marked slow, in which all parts take about
+    as long, and the longest comes first: at the end no worker waits for one of them.
+
+    Shares of --dist worksteal lie one after the other. All other tests stay in order: neighbours launch the same
+    kernels, which a worker makes once.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    others = [item for item in items if not item.get_closest_marker("slow")]
+    if workers == 1 or len(slow) > len(others):
+        return
+    number, parts = len(items), divided(slow, workers)
+    items.clear()
+    for worker, first in enumerate(parts):
+        share = (number - len(items)) // (workers - worker)
+        items += first + others[: share - len(first)]
+        del others[: share - len(first)]
+
+
+def divided(slow: list[pytest.Item], workers: int) -> list[list[pytest.Item]]:
+    """Each test, the longest first, to whoever has least to do so far."""
+    loads, parts = [0.0] * workers, [[] for _ in range(workers)]  # type: tuple[list[float], list[list[pytest.Item]]]
+    for item in sorted(slow, key=seconds_of, reverse=True):
+        worker = loads.index(min(loads))
+        loads[worker] += seconds_of(item)
+        parts[worker].append(item)
+    return parts
+
+
+def seconds_of(item: pytest.Item) -> float:
+    """What the mark `slow` says that a test takes."""
+    marker = item.get_closest_marker("slow")
+    return float(marker.args[0]) if marker is not None and marker.args else 10.0
 
 
 def pytest_collection_finish() -> None:

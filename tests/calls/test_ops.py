@@ -188,6 +188,7 @@ def test_exported_calls_have_no_empty_lists_and_the_same_gradients(strict):
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.slow(16)
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own, of itself
 def test_a_package_of_aotinductor(tmp_path):
     class Both(torch.nn.Module):
@@ -196,7 +197,10 @@ def test_a_package_of_aotinductor(tmp_path):
 
     inputs, length = operands(requires_grad=False), torch.export.Dim("length", min=2, max=1024)
     exported = torch.export.export(Both(), tuple(inputs), dynamic_shapes=({2: length},) * 3 + (None,))
-    path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+    quickly = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}  # of C++
+    path = torch._inductor.aoti_compile_and_package(
+        exported, package_path=str(tmp_path / "model.pt2"), inductor_configs=quickly
+    )
     package = torch._inductor.aoti_load_package(path)
     for given in (inputs, operands(31, requires_grad=False)):
         assert torch.equal(package(*given), Both()(*given))

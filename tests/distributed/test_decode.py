@@ -515,6 +515,7 @@ def _every(rank: int) -> list[str]:
     return every_variant(Ways(rank), None)
 
 
+@pytest.mark.slow(19)
 def test_steps_over_ranks_give_what_the_definition_gives(tmp_path: Path) -> None:
     """And what one cache gives; what is refused is refused on all ranks, and a rank that ends is an error on others."""
     wrong = on_ranks(4, _some, tmp_path)

@@ -279,6 +279,7 @@ def _without_one(rank: int) -> list[str]:
     return ["nothing was said of the rank that ended"]
 
 
+@pytest.mark.slow(35)
 def test_every_strategy_computes_the_definition(tmp_path: Path) -> None:
     """And what is refused is refused on all ranks, and a rank that ends is an error on the others."""
     wrong = on_ranks(4, _some, tmp_path)

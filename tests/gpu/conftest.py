@@ -1,4 +1,4 @@
-"""Many workers share the machine: what they compute on its CPU takes one core each, and slow tests come first."""
+"""Many workers share the machine: what they compute on its CPU takes one core each."""
 
 from __future__ import annotations
 
@@ -20,43 +20,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of processes for each test of torch.compile
-
-
-@pytest.hookimpl(trylast=True)  # when -m has chosen
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The share of every worker begins with its part of the tests that are marked slow, in which all parts take about
-    as long, and the longest comes first: none of them is the last one.
-
-    Shares of --dist worksteal lie one after the other. All other tests stay in order: neighbours launch the same
-    kernels, which a worker compiles once.
-    """
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    others = [item for item in items if not item.get_closest_marker("slow")]
-    if workers == 1 or len(slow) > len(others) or not all(item.get_closest_marker("gpu") for item in items):
-        return
-    number, parts = len(items), divided(slow, workers)
-    items.clear()
-    for worker, first in enumerate(parts):
-        share = (number - len(items)) // (workers - worker)
-        items += first + others[: share - len(first)]
-        del others[: share - len(first)]
-
-
-def divided(slow: list[pytest.Item], workers: int) -> list[list[pytest.Item]]:
-    """Each test, the longest first, to whoever has least to do so far."""
-    loads, parts = [0.0] * workers, [[] for _ in range(workers)]  # type: tuple[list[float], list[list[pytest.Item]]]
-    for item in sorted(slow, key=seconds_of, reverse=True):
-        worker = loads.index(min(loads))
-        loads[worker] += seconds_of(item)
-        parts[worker].append(item)
-    return parts
-
-
-def seconds_of(item: pytest.Item) -> float:
-    """What the mark `slow` says that a test takes."""
-    marker = item.get_closest_marker("slow")
-    return float(marker.args[0]) if marker is not None and marker.args else 10.0
 
 
 @pytest.fixture

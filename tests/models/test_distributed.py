@@ -253,6 +253,7 @@ def child(rank: int, port: int, folder: Path) -> None:
     (folder / str(rank)).touch()
 
 
+@pytest.mark.slow(12)
 def test_four_processes_compute_what_one_does_and_refuse_what_they_cannot(tmp_path: Path) -> None:
     how = "forkserver"  # which imports torch once for all four
     multiprocessing.get_context(how).set_forkserver_preload(PRELOADED)

@@ -20,7 +20,7 @@ from ..models.test_distributed import PRELOADED, address_of, meeting_place
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # slow ones begin before the others
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
@@ -230,6 +230,7 @@ def test_the_server_answers_as_the_model_does_alone(more: list[str], capsys: pyt
     assert swapped is not None and int(swapped[1]) >= 4 * 64 and int(swapped[2]) > 0
 
 
+@pytest.mark.slow(14)
 def test_the_server_answers_on_two_ranks_as_on_one(capsys: pytest.CaptureFixture[str]) -> None:
     """With a cache that both hold: by tokens, where torchrun starts them, and by heads."""
     arguments = ["--steps=2", "--requests=4", "--new=24", "--blocks=12"]
@@ -265,6 +266,7 @@ def test_a_long_context_over_two_processes(capfd: pytest.CaptureFixture[str], mo
     assert "streaming over 2 ranks" in output and "stands on  the values of first, window" in output
 
 
+@pytest.mark.slow(17)
 def test_training_resumes_bit_for_bit_and_goes_on_on_another_mesh(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

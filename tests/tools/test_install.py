@@ -121,7 +121,7 @@ def environment_beside(folder: Path) -> Path:
     return pip.parent
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_a_clone_called_weft_works_by_the_line_of_the_readme(tmp_path: Path) -> None:
     """From a script beside it, in it and elsewhere; and a checker of types follows it. There is no index here."""
     clone, programs = copy_of_the_tree(tmp_path / "weft"), environment_beside(tmp_path)
