@@ -72,12 +72,12 @@ def _functions(
 def _verify(text: str, template: str, kernels: Sequence[str]) -> None:
     """Raise InternalError unless the text parses and defines these kernels."""
     try:
-        code = compiled(text)
+        parts = compiled(text)
     except SyntaxError as error:
         lines = [f"{i + 1:4} {line}" for i, line in enumerate(text.splitlines())]
         around = "\n".join(lines[max(0, (error.lineno or 1) - 6) : (error.lineno or 1) + 3])
         raise InternalError(f"template {template} gave text that does not parse: {error.msg}\n{around}") from error
-    defined = [part.co_name for part in code.co_consts if isinstance(part, CodeType)]
+    defined = [found.co_name for _, code in parts for found in code.co_consts if isinstance(found, CodeType)]
     if twice := sorted({name for name in defined if defined.count(name) > 1}):
         raise InternalError(f"template {template} defined {', '.join(twice)} twice")
     missing = sorted(set(kernels) - {*defined})

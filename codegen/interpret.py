@@ -25,7 +25,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 
 from . import quick_tiles, triton_versions
+from .loader import in_parts, of_file
 
 triton_versions.check("interpret")
 
@@ -61,14 +62,11 @@ def execute_interpreted(text: str, module: ModuleType) -> None:
     The interpreter wants numbers that a function assigns to be tiles, and writes each function again when it is called
     first. Here the whole module is written so at once, which is four times as fast.
     """
-    tree, written = ast.parse(text), set()
-    for function in tree.body:
-        if isinstance(function, ast.FunctionDef) and _JITS & {*map(_dotted, function.decorator_list)}:
-            _assign_tiles(function.body)
-            written.add(function.name)
-    code = compile(tree, str(module.__file__), "exec", dont_inherit=True)
+    parts, path = in_parts(text, _written), str(module.__file__)
+    written = {name for _, (_, names) in parts for name in names}
     with _knob_set():
-        exec(code, module.__dict__)
+        for lines, (code, _) in parts:
+            exec(of_file(code, path, lines), module.__dict__)
     for name, value in vars(interpreter).items():
         vars(module).setdefault(name, value)
     for value in vars(module).values():
@@ -76,6 +74,17 @@ def execute_interpreted(text: str, module: ModuleType) -> None:
             if value.__name__ in written:
                 InterpretedFunction.rewritten_fn[value.fn] = value.fn
             value.run = _isolated(value.run)
+
+
+@functools.lru_cache(maxsize=2048)
+def _written(text: str) -> tuple[CodeType, tuple[str, ...]]:
+    """The code of a part of a module, and the names of its functions that were written so."""
+    tree, names = ast.parse(text), []
+    for function in tree.body:
+        if isinstance(function, ast.FunctionDef) and _JITS & {*map(_dotted, function.decorator_list)}:
+            _assign_tiles(function.body)
+            names.append(function.name)
+    return compile(tree, "<generated>", "exec", dont_inherit=True), tuple(names)
 
 
 def _dotted(name: ast.expr) -> str:

@@ -5,15 +5,20 @@ import linecache
 import re
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import TypeAlias, TypeVar
 
 from ..ir.errors import WeftError
 
+C = TypeVar("C")
+Part: TypeAlias = tuple[int, CodeType]  # lines before it in the module, and its code
+
 TEMPLATES = Path(__file__).parents[1] / "templates"
 _INCLUDED = re.compile(r'^\{% include "(.+)" %\}\n', re.MULTILINE)
+_APART = re.compile(r"(?<=\n\n\n)(?=[@\w])")  # where a function or a class begins, as PEP 8 has it
 _HEAD = re.compile(r"^\{#-.*?-#\}\n", re.DOTALL)  # the comment in which a template says what it is
 _folders = [TEMPLATES]
 _modules: dict[tuple[str, str, bool], ModuleType] = {}
@@ -75,18 +80,41 @@ def text_without_holes(kernel: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def compiled(text: str) -> CodeType:
+def compiled(text: str) -> tuple[Part, ...]:
     """The code of a module, of no file yet: what is checked before it is kept is what is loaded a moment later.
 
     Raises SyntaxError.
     """
+    return in_parts(text, _compiled)
+
+
+def in_parts(text: str, compile_part: Callable[[str], C]) -> tuple[tuple[int, C], ...]:
+    """What is made of each function of a module, or of what stands between two blank lines, and the lines before it.
+
+    Most functions are those of other modules too, and `compile_part` remembers. A text is one part where a part of it
+    is no Python alone: between quotes, or where none of it is.
+    """
+    if "__future__" in text:  # which is about what comes behind it
+        return ((0, compile_part(text)),)
+    made, lines = [], 0
+    try:
+        for part in _APART.split(text):
+            made.append((lines, compile_part(part)))
+            lines += part.count("\n")
+    except SyntaxError:
+        return ((0, compile_part(text)),)
+    return tuple(made)
+
+
+@lru_cache(maxsize=2048)
+def _compiled(text: str) -> CodeType:
     return compile(text, "<generated>", "exec", dont_inherit=True)
 
 
-def _of_file(code: CodeType, path: str) -> CodeType:
-    """The same code, and that of its functions, as of this file."""
-    parts = tuple([_of_file(part, path) if isinstance(part, CodeType) else part for part in code.co_consts])
-    return code.replace(co_filename=path, co_consts=parts)
+def of_file(code: CodeType, path: str, lines: int) -> CodeType:
+    """The same code, and that of its functions, as of this file, behind so many lines."""
+    parts = tuple([of_file(part, path, lines) if isinstance(part, CodeType) else part for part in code.co_consts])
+    return code.replace(co_filename=path, co_firstlineno=code.co_firstlineno + lines, co_consts=parts)
 
 
 def _read(path: Path) -> str:
@@ -109,7 +137,8 @@ def _execute(path: Path, text: str, digest: str, interpret: bool) -> ModuleType:
 
             execute_interpreted(text, module)
         else:
-            exec(_of_file(compiled(text), str(path)), module.__dict__)
+            for lines, code in compiled(text):
+                exec(of_file(code, str(path), lines), module.__dict__)
     except BaseException as error:
         del sys.modules[module.__name__]
         if isinstance(error, SyntaxError) and error.filename == "<generated>":

@@ -168,3 +168,38 @@ def test_the_compiled_and_the_interpreted_module_are_two(file):
     assert compiled is not interpreted and load(file, interpret=True) is interpreted
     assert isinstance(interpreted.row_kernel, InterpretedFunction)
     assert not isinstance(compiled.row_kernel, InterpretedFunction)
+
+
+def test_parts_of_a_module_are_compiled_once_and_know_their_lines(tmp_path):
+    """A function stands in two modules at different lines: tracebacks and sources of both are right."""
+    function = 'def failing(x):\n    """Twice."""\n    return 1 / x\n'
+    modules = []
+    for number, before in enumerate(('"""One."""\n', '"""Two,\n\n\nin two lines."""\n\nfrom math import pi\n')):
+        path = tmp_path / f"module{number}.py"
+        path.write_text(f"{before}\n\n{function}\n\nclass Last:\n    doubled = [2 * x for x in (1, 2)]\n")
+        modules.append(load(path))
+    for module in modules:
+        place = module.failing.__code__
+        assert module.Last.doubled == [2, 4] and place.co_filename == module.__file__
+        assert inspect.getsource(module.failing) == function
+        with pytest.raises(ZeroDivisionError) as raised:
+            module.failing(0)
+        assert raised.traceback[-1].lineno + 1 == place.co_firstlineno + 2
+    one, two = modules
+    assert one.__doc__ == "One." and two.__doc__ == "Two,\n\n\nin two lines."
+    assert two.failing.__code__.co_firstlineno == one.failing.__code__.co_firstlineno + 5
+
+
+def test_what_is_no_python_is_refused_with_the_line_of_the_whole_text(tmp_path):
+    path = tmp_path / "torn.py"
+    path.write_text("def whole():\n    return 1\n\n\ndef torn(:\n    return 2\n")
+    for interpret in (False, True) if importlib.util.find_spec("triton") else (False,):
+        with pytest.raises(SyntaxError) as raised:
+            load(path, interpret=interpret)
+        assert raised.value.lineno == 5
+
+
+def test_a_module_may_speak_of_the_future(tmp_path):
+    path = tmp_path / "later.py"
+    path.write_text("from __future__ import annotations\n\n\ndef given(x: unknown):\n    return x\n")
+    assert load(path).given(3) == 3
