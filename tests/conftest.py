@@ -128,6 +128,8 @@ def seconds_of(item: pytest.Item) -> float:
 def pytest_collection_finish() -> None:
     """Python looks for circles of garbage seldom, and not among what is imported: it took a twelfth of the time.
 
+    Of what torch compiles it does not time the guards: that was a tenth of each compilation.
+
     Hypothesis draws constants of all modules of a project that are imported. It reads each one for them: not the
     thousands that are generated here, which took a tenth.
     """
@@ -135,6 +137,9 @@ def pytest_collection_finish() -> None:
     if hasattr(providers, "is_local_module_file"):
         is_local = providers.is_local_module_file
         providers.is_local_module_file = lambda path: Path(path).name != SOURCE and is_local(path)
+    dynamo = sys.modules.get("torch._dynamo.guards")
+    if hasattr(dynamo, "profile_guard_manager"):  # times guards, for which it empties the caches of the processor
+        dynamo.profile_guard_manager = lambda *_: 0.0
     gc.collect()
     gc.freeze()
     gc.enable()
