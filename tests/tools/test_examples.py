@@ -5,7 +5,6 @@ import importlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import multiprocessing
+
+from tests import fresh
 
 from ..models.test_distributed import PRELOADED, address_of, meeting_place
 
@@ -241,10 +242,9 @@ def test_the_server_answers_on_two_ranks_as_on_one(capsys: pytest.CaptureFixture
         return re.findall(r"digest of all answers: (\w+)", output)[0]
 
     alone = digest(capsys.readouterr().out)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-               str(EXAMPLES / "server.py"), *arguments, "--divide=sequence"]  # fmt: skip
-    found = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert found.returncode == 0, found.stderr
+    torchrun = "import sys\nfrom torch.distributed.run import main\nmain(sys.argv[1:])"
+    given = ["--standalone", "--nproc-per-node=2", str(EXAMPLES / "server.py"), *arguments, "--divide=sequence"]
+    found = fresh.run(torchrun, *given, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
     place = meeting_place()
     on_forked_ranks(_as_of_torchrun, (2, place.port, "server", [*arguments, "--divide=heads"]), 2)
     for output in (found.stdout, capsys.readouterr().out):
