@@ -291,7 +291,6 @@ def _work(rank: int) -> list[str]:
     return every_fault(Rank(rank))
 
 
-@pytest.mark.slow(13)
 def test_each_fault_of_a_rank_is_an_error_on_all(tmp_path: Path) -> None:
     wrong = on_ranks(RANKS, _work, tmp_path, limit=240.0)
     assert not any(wrong), "\n".join(wrong)
