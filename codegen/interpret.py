@@ -154,14 +154,30 @@ def _builtins_patched_once() -> Iterator[None]:
     """Builtins are replaced here for the whole launch.
 
     The interpreter would do it again at each call of one jitted function by another, which takes longer than the call.
+    It looks through all of the language for them; they are the same at every launch.
     """
     patch = interpreter._patch_lang
-    patch(_sees_all_of_the_language)
+    for holder, name, value in _builtins(patch):
+        setattr(holder, name, value)
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
     try:
         yield
     finally:
         interpreter._patch_lang = patch
+
+
+@functools.cache
+def _builtins(patch: Callable[[Any], Any]) -> tuple[_Override, ...]:
+    """What the interpreter puts in place of builtins."""
+    with _restored():
+        before = [dict(vars(holder)) for holder in _NAMESPACES]
+        patch(_sees_all_of_the_language)
+        return tuple(
+            (holder, name, value)
+            for holder, attributes in zip(_NAMESPACES, before, strict=True)
+            for name, value in vars(holder).items()
+            if attributes.get(name) is not value
+        )
 
 
 _core = tl.core
