@@ -15,11 +15,12 @@ from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.records import Stage
 from ..compiler.planning.target import Target
 from ..ir.errors import InternalError
+from .compiling import compiled
 from .context import Comments, spread
 from .figures import figures
 from .functions import FunctionPrinter
 from .lines import fitted
-from .loader import compiled, folders_of_templates
+from .loader import folders_of_templates
 from .stages import StageComments, wrapped
 from .subject import Subject, records_of
 

@@ -37,7 +37,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 
 from . import quick_tiles, triton_versions
-from .loader import in_parts, of_file
+from .compiling import in_parts, of_file
 
 triton_versions.check("interpret")
 

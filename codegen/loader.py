@@ -5,20 +5,16 @@ import linecache
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from functools import cache, lru_cache
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import TypeAlias, TypeVar
+from types import ModuleType
 
 from ..ir.errors import WeftError
-
-C = TypeVar("C")
-Part: TypeAlias = tuple[int, CodeType]  # lines before it in the module, and its code
+from .compiling import compiled, of_file
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 _INCLUDED = re.compile(r'^\{% include "(.+)" %\}\n', re.MULTILINE)
-_APART = re.compile(r"(?<=\n\n\n)(?=[@\w])")  # where a function or a class begins, as PEP 8 has it
 _HEAD = re.compile(r"^\{#-.*?-#\}\n", re.DOTALL)  # the comment in which a template says what it is
 _folders = [TEMPLATES]
 _modules: dict[tuple[str, str, bool], ModuleType] = {}
@@ -77,44 +73,6 @@ def text_without_holes(kernel: str) -> str:
     """The text of such a template, with the parts that it includes: these have no holes either."""
     text = _read(TEMPLATES / "triton" / f"{kernel}.py.jinja")
     return _INCLUDED.sub(lambda found: _HEAD.sub("", _read(TEMPLATES / found[1])), text)
-
-
-@lru_cache(maxsize=8)
-def compiled(text: str) -> tuple[Part, ...]:
-    """The code of a module, of no file yet: what is checked before it is kept is what is loaded a moment later.
-
-    Raises SyntaxError.
-    """
-    return in_parts(text, _compiled)
-
-
-def in_parts(text: str, compile_part: Callable[[str], C]) -> tuple[tuple[int, C], ...]:
-    """What is made of each function of a module, or of what stands between two blank lines, and the lines before it.
-
-    Most functions are those of other modules too, and `compile_part` remembers. A text is one part where a part of it
-    is no Python alone: between quotes, or where none of it is.
-    """
-    if "__future__" in text:  # which is about what comes behind it
-        return ((0, compile_part(text)),)
-    made, lines = [], 0
-    try:
-        for part in _APART.split(text):
-            made.append((lines, compile_part(part)))
-            lines += part.count("\n")
-    except SyntaxError:
-        return ((0, compile_part(text)),)
-    return tuple(made)
-
-
-@lru_cache(maxsize=2048)
-def _compiled(text: str) -> CodeType:
-    return compile(text, "<generated>", "exec", dont_inherit=True)
-
-
-def of_file(code: CodeType, path: str, lines: int) -> CodeType:
-    """The same code, and that of its functions, as of this file, behind so many lines."""
-    parts = tuple([of_file(part, path, lines) if isinstance(part, CodeType) else part for part in code.co_consts])
-    return code.replace(co_filename=path, co_firstlineno=code.co_firstlineno + lines, co_consts=parts)
 
 
 def _read(path: Path) -> str:
