@@ -259,7 +259,8 @@ def _softmax_of_products_apart(raised: list[str], by_tiles: bool) -> Blocks:
     if by_tiles:
         first += ["value_factor, unit = factor, descale"]
         refer += [
-            "descale = gl.maximum(descale, unit * 2.0**-80)  # sums stay finite",
+            "least = unit * 2.0**-80  # so that sums stay finite; NaN stays NaN",
+            "descale = gl.where(descale < least, least, descale)",
             "value_shrunk = shrunk * (unit / descale)",
         ]
         running += [("value_factor", "value_shrunk"), ("unit", "descale")]

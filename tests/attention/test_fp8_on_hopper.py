@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -166,6 +167,23 @@ def test_a_descale_may_be_far_below_the_one_before() -> None:
     declared = weft.Attention(name="far_descales")
     out, lse = computed(declared, given, {}, Dense(448))
     check_rounded(declared, given, 448, {}, out, lse)
+
+
+@pytest.mark.parametrize("block", [0, 1, 3])
+def test_a_descale_that_is_nan_is_not_lost(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU values may not be checked: then results that read it are NaN, whichever tile has it."""
+    given = quantized(1, 1, 1, 64, 512, 64, 64, "rows", 128)
+
+    checked = read_by_kernels
+
+    def spoilt(*call: Any, **options: Any) -> dict[str, Tensor]:
+        found = checked(*call, **options)  # which checks them on a CPU
+        found["v_descale"][:, :, block] = float("nan")
+        return found
+
+    monkeypatch.setitem(globals(), "read_by_kernels", spoilt)
+    out, _ = computed(weft.Attention(name="far_descales"), given, {}, Dense(448))
+    assert bool(out.isnan().all())
 
 
 def test_rows_that_see_nothing_and_fp16() -> None:

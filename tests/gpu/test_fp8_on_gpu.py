@@ -123,3 +123,15 @@ def test_products_of_fp8_in_a_compiled_call() -> None:
     options = {OF[n]: x.descale for n, x in given.items()}
     compiled = torch.compile(lambda *t: CAUSAL(*t, **options), fullgraph=True)
     assert torch.equal(compiled(*tensors), CAUSAL(*tensors, **options))
+
+
+@on_hopper
+@pytest.mark.parametrize("block", [0, 1, 3])
+def test_a_descale_of_values_that_is_nan_is_not_lost(block: int) -> None:
+    """Whichever tile has it: the hardware's maximum would drop it."""
+    given = products.quantized(1, 1, 1, 64, 512, 64, 64, "rows", 128, device="cuda")
+    options = {OF[n]: x.descale for n, x in given.items()}
+    options["v_descale"][:, :, block] = float("nan")
+    with weft.settings(check=False):
+        out = weft.Attention(name="full")(*(x.data for x in given.values()), **options)
+    assert bool(out.isnan().all())
