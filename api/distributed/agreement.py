@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,8 @@ from .waiting import Waiting
 
 _TOLD = "_weft_told"  # a mark of errors
 _CPU = torch.device("cpu")  # whatever the default device is
+
+Agreed = Callable[[], None]  # waits until all ranks have agreed, and raises WeftError where they do not
 
 
 class Agreement:
@@ -45,36 +47,28 @@ class Agreement:
         Raises WeftError on every rank where they differ, or where one has a problem, saying which rank and what. The
         rank that has a problem raises that itself.
         """
+        self.asks(told, problem).answered()
+
+    def asks(self, told: Mapping[str, str], problem: Exception | None = None) -> Question:
+        """Begin such a check: its end is `answered`. A rank may compute meanwhile, and sends nothing."""
         self.hosts.calls += 1
-        words = {"number of calls": str(self.calls), **told}
-        digest = hashlib.sha256("\0".join((*words, *words.values())).encode()).digest()
-        own = [int.from_bytes(digest[:7], "big"), int(problem is None)]
-        name = next(iter(told.values()), "").split(" ")[0]
-        try:
-            if all(row == [own[0], 1] for row in self._gathered(torch.tensor(own, device=_CPU)).tolist()):
-                self.hosts.waiting.goes_on()
-                return
-            texts = self._texts([words, None if problem is None else str(problem) or type(problem).__name__])
-        except RuntimeError as error:
-            raise WeftError(
-                f"{name}: rank {self.rank} got no answer from all {self.ranks} ranks for call {self.calls}; "
-                f"{self.hosts.waiting.who_does_not()}: {str(error).splitlines()[0]}"
-            ) from error
-        if problem is None:
-            raise WeftError(f"{name}: {_difference(self.members, texts)}")
+        return Question(self, {"number of calls": str(self.calls), **told}, problem)
 
     @contextmanager
-    def kept(self, what: str) -> Iterator[None]:
+    def kept(self, what: str, question: Question | None = None) -> Iterator[None]:
         """Around what ranks do once they have agreed. An error of this rank is told to others, who may wait for it. An
         error of a collective gets a note, which says whom it waited for.
 
-        what: such as "the forward of causal".
+        what: such as "the forward of causal". question: what they may be agreeing on still: others wait for an answer.
         """
         waiting = self.hosts.waiting
         what = f"{what}, call {self.calls}"
         try:
             yield
         except Exception as error:
+            if question is not None:
+                with suppress(WeftError):
+                    question.answered()
             if not getattr(error, _TOLD, False):  # by a part of it
                 setattr(error, _TOLD, True)
                 if is_of_a_collective(error):
@@ -83,26 +77,76 @@ class Agreement:
                     waiting.failed(f"{what}: {type(error).__name__}: {error}")
             raise
 
+
+class Question:
+    """What the ranks of an agreement compare. Each has told its own, and may not have heard of the others."""
+
+    def __init__(self, agreement: Agreement, words: Mapping[str, str], problem: Exception | None) -> None:
+        self.agreement, self.words, self.problem, self.number = agreement, words, problem, agreement.calls
+        self.is_open, self.failed = True, None
+        digest = hashlib.sha256("\0".join((*words, *words.values())).encode()).digest()
+        self.own = [int.from_bytes(digest[:7], "big"), int(problem is None)]
+        self.every: Any = None
+        try:
+            self.every = self._gathering(torch.tensor(self.own, device=_CPU))
+        except RuntimeError as error:
+            self.failed = error
+
+    def answered(self) -> None:
+        """Wait for all ranks. Raises as `Agreement.check`, once: nothing where that was heard."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        agreement, waiting = self.agreement, self.agreement.hosts.waiting
+        name = next((v for n, v in self.words.items() if n != "number of calls"), "").split(" ")[0]
+        try:
+            if self.failed is not None:
+                raise self.failed
+            if all(row == [self.own[0], 1] for row in self.every().tolist()):
+                waiting.goes_on()
+                return
+            problem = self.problem
+            texts = self._texts([self.words, None if problem is None else str(problem) or type(problem).__name__])
+        except RuntimeError as error:
+            raise _told_to_all(
+                f"{name}: rank {agreement.rank} got no answer from all {agreement.ranks} ranks for call {self.number}; "
+                f"{waiting.who_does_not()}: {str(error).splitlines()[0]}"
+            ) from error
+        if problem is None:
+            raise _told_to_all(f"{name}: {_difference(agreement.members, texts)}")
+
     def _texts(self, own: Any) -> list[Any]:
         """What all ranks have to say."""
         text = json.dumps(own).encode()
-        sizes = self._gathered(torch.tensor([len(text)], device=_CPU))[:, 0].tolist()
+        sizes = self._gathering(torch.tensor([len(text)], device=_CPU))()[:, 0].tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=_CPU)
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(self._gathered(padded), sizes)]
+        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(self._gathering(padded)(), sizes)]
 
-    def _gathered(self, own: Tensor) -> Tensor:
-        """What all ranks have, [ranks, n] of each own [n]."""
-        every = own.new_empty(self.ranks, len(own))
-        self.hosts.gloo.allgather([list(every.unbind())], [own]).wait()
-        return every
+    def _gathering(self, own: Tensor) -> Callable[[], Tensor]:
+        """Begin to gather what all ranks have; the end of it gives [ranks, n] of each own [n]."""
+        every = own.new_empty(self.agreement.ranks, len(own))
+        work = self.agreement.hosts.gloo.allgather([list(every.unbind())], [own])
+
+        def end() -> Tensor:
+            work.wait()
+            return every
+
+        return end
+
+
+def _told_to_all(text: str) -> WeftError:
+    """An error that every rank has, or of a rank that others do not hear."""
+    error = WeftError(text)
+    setattr(error, _TOLD, True)
+    return error
 
 
 @contextmanager
-def kept(agreement: Agreement | None, what: str) -> Iterator[None]:
+def kept(agreement: Agreement | None, what: str, question: Question | None = None) -> Iterator[None]:
     """`Agreement.kept`, or where ranks do not compare calls a note alone."""
     if agreement is not None:
-        with agreement.kept(what):
+        with agreement.kept(what, question):
             yield
         return
     try:
@@ -116,6 +160,15 @@ def kept(agreement: Agreement | None, what: str) -> Iterator[None]:
         raise
 
 
+def agreed_in(question: Question | None) -> Agreed:
+    """What waits for the answers; nothing does where ranks do not compare calls."""
+    return nothing if question is None else question.answered
+
+
+def nothing() -> None:
+    """Where all have agreed."""
+
+
 class Backwards(NamedTuple):
     """What ranks compare before the backward of a call: autograd may run those of a rank in another order, or not."""
 
@@ -124,15 +177,20 @@ class Backwards(NamedTuple):
     call: int  # its number
 
     @contextmanager
-    def of(self, what: str, problem: Exception | None = None) -> Iterator[None]:
-        """Around one part of it. problem: what is wrong with it on this rank, which is raised."""
+    def of(self, what: str, problem: Exception | None = None, *, at_once: bool = True) -> Iterator[Agreed]:
+        """Around one part of it. problem: what is wrong with it on this rank, which is raised. at_once: wait for all
+        before the part begins; else it waits itself, before it sends anything."""
+        question: Question | None = None
         if self.agreement is not None:
             told = {"backward": f"{self.name} of call {self.call}", "gradients of": what}
-            self.agreement.check(told, problem)
+            question = self.agreement.asks(told, problem)
+            if at_once or problem is not None:
+                question.answered()
         if problem is not None:
             raise problem
-        with kept(self.agreement, f"the backward of {self.name}"):
-            yield
+        with kept(self.agreement, f"the backward of {self.name}", question):
+            yield agreed_in(question)
+            agreed_in(question)()
 
 
 def backwards(agreement: Agreement | None, name: str) -> Backwards:

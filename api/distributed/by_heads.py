@@ -16,7 +16,7 @@ from ..codegen.torch_private import of_all_rows
 from ..ir.attention import SEED
 from ..runtime.call import choices_of
 from . import sharded
-from .agreement import Backwards, backwards, kept
+from .agreement import Backwards, backwards
 from .collectives import all_reduce, under_way
 from .copies import fill, joined_copy
 from .placed import names_beside, placed
@@ -61,17 +61,16 @@ def attended(
     """
     of_queries, of_keys = _sides(plan, far.rank * near.ranks)
     first, then = of_queries.heads[near.rank][0], backwards(far.agreement, str(plan.attention.name))
-    with kept(far.agreement, f"the forward of {plan.attention.name}"):
-        mine: Main = _ToHeads.apply(near, then, (of_queries, of_keys, of_keys), *main)
-        if plan.strategy == "heads":
-            out, lse = _of_all_rows(plan, far.every, then, first, mine, operands, options)
-        else:
-            out, lse = _of_some_rows(plan, far, first, mine, operands, options)
-        if lse is None:
-            (out,) = _ToRows.apply(near, then, of_queries, out)
-            return out, None
-        out, lse = _ToRows.apply(near, then, of_queries, out, lse[..., None])
-        return out, lse[..., 0]
+    mine: Main = _ToHeads.apply(near, then, (of_queries, of_keys, of_keys), *main)
+    if plan.strategy == "heads":
+        out, lse = _of_all_rows(plan, far.every, then, first, mine, operands, options)
+    else:
+        out, lse = _of_some_rows(plan, far, first, mine, operands, options)
+    if lse is None:
+        (out,) = _ToRows.apply(near, then, of_queries, out)
+        return out, None
+    out, lse = _ToRows.apply(near, then, of_queries, out, lse[..., None])
+    return out, lse[..., 0]
 
 
 @lru_cache(maxsize=256)

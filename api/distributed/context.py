@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..calls.internals import autocast
 from ..codegen.targets import target_named
-from ..codegen.torch_private import break_graph
+from ..codegen.torch_private import PLAIN_TYPES, break_graph, under_transform
 from ..ir.attention import SEED, Attention
 from ..ir.errors import Problem, UnavailableError, WeftError, collected, shown
 from ..ir.expr import Scalar
@@ -43,6 +43,7 @@ UNTRACED = (
     "or leave out fullgraph=True"
 )
 KINDS: Mapping[str, type] = {"int": int, "float": float}
+_MOST_SOUND = 64  # kinds of calls that are known to be sound
 
 
 class _Call(NamedTuple):
@@ -86,6 +87,7 @@ class ContextParallel:
         self.strategy, self.balance, self.links = strategy, balance, links
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.agreement = agreement.Agreement(self.group) if agree and self.ranks > 1 else None
+        self._sound: dict[object, tuple[Attention, ShardPlan, dict[str, Any], dict[str, str]]] = {}
 
     def __deepcopy__(self, memo: object) -> ContextParallel:
         """This one: a copy of a model sends over the same ranks."""
@@ -207,26 +209,39 @@ class ContextParallel:
         query, key, value, uk, uv = autocast(query, key, value, uk, uv)
         call = _Call(attention, query, key, value, plan, operands, Projected(uk, uv, form))
         options = by_heads.Options(return_lse, target, deterministic)
-        call = self._agreed(call, options, seed, train)
-        self._share_seed(call, seed)
-        along = self._over_heads if plan.strategy == "heads" or plan.divides_both else self._over_rows
-        out, lse = along(call, _declared(call), options)
+        call, question = self._asked(call, options, seed, train)
+        with agreement.kept(self.agreement, f"the forward of {call.attention.name}", question):
+            out, lse = self._computed(call, options, seed, agreement.agreed_in(question))
+            agreement.agreed_in(question)()
         return (out, lse) if return_lse else out
 
-    def _agreed(self, call: _Call, options: by_heads.Options, seed: object, train: bool) -> _Call:
-        """The call that is computed, once no rank found a mistake in it, and all compute the same."""
+    def _asked(
+        self, call: _Call, options: by_heads.Options, seed: object, train: bool
+    ) -> tuple[_Call, agreement.Question | None]:
+        """The call that is computed, where this rank found no mistake in it. Others are asked what they compute."""
         told: dict[str, str] = {"variant": type(call.attention).__name__}
         problem: Exception | None = None
         try:
-            call = self._read(call, options, seed, train, told)
-            problem = self._problem(call, options)
+            like = _like(call, options, train)
+            if like is None or (sound := self._sound.get(like)) is None:
+                call = self._read(call, options, seed, train, told)
+                problem = self._problem(call, options)
+                if problem is None and like is not None:
+                    if len(self._sound) >= _MOST_SOUND:
+                        self._sound.clear()
+                    self._sound[like] = call.attention, call.plan, call.operands, told
+            else:
+                *_, operands, told = sound
+                call = call._replace(operands=operands)
+                if problems := known_memory_problems({"query": call.query, "key": call.key, "value": call.value}):
+                    problem = collected(str(call.attention.name), problems)
         except Exception as error:  # whatever it is, other ranks hear of it
             problem = error
-        if self.agreement is not None:
-            self.agreement.check(told, problem)
+        question = None if self.agreement is None else self.agreement.asks(told, problem)
         if problem is not None:
+            agreement.agreed_in(question)()
             raise problem
-        return call
+        return call, question
 
     def _read(self, call: _Call, options: by_heads.Options, seed: object, train: bool, told: dict[str, str]) -> _Call:
         """The call with the variant and the operands that are computed. told: gets what ranks compare."""
@@ -248,22 +263,23 @@ class ContextParallel:
             told["options"] = f"target={options.target}, deterministic={options.deterministic}"
         return call
 
-    def _share_seed(self, call: _Call, seed: object) -> None:
-        """Where weights are dropped: the seed of the first rank on all, unless it is a number."""
-        if call.attention.canonical.drops and not isinstance(seed, int):
-            with agreement.kept(self.agreement, f"the seed of {call.attention.name}"), under_way():
-                dist.broadcast(call.operands[SEED.name], dist.get_global_rank(self.group, 0), self.group)
-
-    def _over_heads(
-        self, call: _Call, operands: dict[str, Any], options: by_heads.Options
+    def _computed(
+        self, call: _Call, options: by_heads.Options, seed: object, agreed: agreement.Agreed
     ) -> tuple[Tensor, Tensor | None]:
-        """out and lse where neighbours divide heads."""
+        """out and lse. agreed: is asked before anything is sent."""
+        if call.attention.canonical.drops and not isinstance(seed, int):  # the one of the first rank
+            agreed()
+            with under_way():
+                dist.broadcast(call.operands[SEED.name], dist.get_global_rank(self.group, 0), self.group)
+        if call.plan.strategy != "heads" and not call.plan.divides_both:
+            return self._over_rows(call, _declared(call), options, agreed)
         assert call.value is not None
+        agreed()
         main = call.query, call.key, call.value
-        return by_heads.attended(call.plan, *self._neighbours(call.plan), main, operands, options)
+        return by_heads.attended(call.plan, *self._neighbours(call.plan), main, _declared(call), options)
 
     def _over_rows(
-        self, call: _Call, operands: dict[str, Any], options: by_heads.Options
+        self, call: _Call, operands: dict[str, Any], options: by_heads.Options, agreed: agreement.Agreed
     ) -> tuple[Tensor, Tensor | None]:
         """out and lse where keys, or rows of a latent cache, travel."""
         attention, query, key, value, plan, _, latent = call
@@ -279,7 +295,7 @@ class ContextParallel:
         elif latent.uk is not None and latent.uv is not None and attention.latent is not None:
             query, after = absorbed(query, latent.uk, attention.latent.rope), latent.uv
         place = sharded.Place(self.rank, self.group, self.group, self.agreement)
-        state = sharded.State(place, plan, numbers, choices, tuple(names), len(own), kind)
+        state = sharded.State(place, plan, numbers, choices, tuple(names), len(own), kind, agreed)
         out, lse = sharded.attended(state, query, own, [operands[n] for n in names])
         return out if after is None else torch.einsum("bhlr,hrd->bhld", out, after), lse
 
@@ -345,6 +361,24 @@ class ContextParallel:
         except WeftError as error:
             return error
         return None
+
+
+def _like(call: _Call, options: by_heads.Options, train: bool) -> object:
+    """What calls have in common of which one is as sound as the other, and says the same; None where values count.
+
+    Variant and plan count as the objects that they are: whoever keeps this keeps them.
+    """
+    attention, query, key, value, plan, operands, latent = call
+    main = query, key, value
+    if not all([type(t) in PLAIN_TYPES for t in main]) or latent.tensors or latent.form or under_transform():
+        return None
+    if not isinstance(attention, Attention) or attention.canonical.drops:
+        return None
+    if not all([type(v) in (int, float) for v in operands.values()]):
+        return None
+    shapes = [(t.shape, t.dtype, t.device, t.layout, t.requires_grad) for t in main]  # type: ignore[union-attr]
+    beside = repr((operands, options, train))  # -0.0 is another number than 0.0, and 1 no True
+    return id(attention), id(plan), *shapes, beside, torch.is_grad_enabled()
 
 
 def _undropped(

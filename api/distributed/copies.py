@@ -23,17 +23,21 @@ def copy_rows(into: Tensor, rows: Tensor) -> None:
 
 def _is_aligned(tensor: Tensor) -> bool:
     """Whether each row begins at a multiple of 16 bytes and has a multiple of 16 bytes."""
-    if not tensor.numel() or tensor.stride(-1) != 1:
+    *steps, step = tensor.stride()
+    if step != 1 or not tensor.numel():
         return False
-    first = tensor.data_ptr(), tensor.storage_offset() * tensor.element_size()
-    steps = (n * tensor.element_size() for n in (*tensor.stride()[:-1], tensor.shape[-1]))
-    return not any(n % _WIDE.itemsize for n in (*first, *steps))
+    elements = tensor.shape[-1] | int(tensor.storage_offset())
+    for n in steps:
+        elements |= n
+    return not (elements * tensor.element_size() | tensor.data_ptr()) % _WIDE.itemsize
 
 
 def fill(into: Tensor, parts: Sequence[Tensor], dim: int = 2) -> None:
     """Copy parts to where they lie one after the other along a dimension."""
-    for there, part in zip(into.split([part.shape[dim] for part in parts], dim), parts):
-        copy_rows(there, part)
+    first = 0
+    for part in parts:
+        copy_rows(into.narrow(dim, first, part.shape[dim]), part)
+        first += part.shape[dim]
 
 
 def joined_copy(parts: Sequence[Tensor], dim: int = 2) -> Tensor:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from .agreement import Agreed
 from .collectives import under_way
 from .copies import copy_rows, joined_copy
-from .rows import Run, Runs, common, count, places
+from .rows import Run, Runs, common, places
 from .shardplan import ShardPlan
 
 if TYPE_CHECKING:
@@ -25,6 +26,31 @@ class AtHand(NamedTuple):
 
     rows: Runs
     tensors: Tensors
+
+
+class _Layout:
+    """Where rows lie in the flat parts of an all-to-all: rank by rank, run by run, tensor by tensor.
+
+    runs: those for or from each rank, in order. shapes: [B, H, columns] of each tensor.
+    """
+
+    def __init__(self, runs: Sequence[Runs], shapes: Sequence[tuple[int, int, int]]) -> None:
+        self.sizes: list[int] = []  # elements for or from each rank
+        # of each tensor, run by run: shape, strides and first element
+        self._pieces: list[list[tuple[tuple[int, ...], tuple[int, ...], int]]] = [[] for _ in shapes]
+        place = 0
+        for of_rank in runs:
+            before = place
+            for first, end in of_rank:
+                for pieces, (batch, heads, columns) in zip(self._pieces, shapes):
+                    shape = batch, heads, end - first, columns
+                    pieces.append((shape, (prod(shape[1:]), prod(shape[2:]), columns, 1), place))
+                    place += prod(shape)
+            self.sizes.append(place - before)
+
+    def views(self, flat: Tensor) -> list[list[Tensor]]:
+        """Of each tensor the rows of all runs, in a flat tensor of all parts, which begins its memory."""
+        return [[flat.as_strided(*piece) for piece in pieces] for pieces in self._pieces]
 
 
 class Route:
@@ -45,41 +71,53 @@ class Route:
         self.is_used = any(
             plan.received(r, s) for r in ranks for s in plan.steps(r)[step] if r != s
         )  # by any rank: all take part, or none
-        self.kept = common(self.own, self.rows)  # a rank's own rows that it computes in this step
-        self.kept_among_own = list(places(self.kept, self.own))
+        kept = common(self.own, self.rows)  # a rank's own rows that it computes in this step
+        among_own = list(places(kept, self.own))
         # where these lie among its own, and among those of the step: neighbours in both as one run
-        self.kept_at = list(_together(zip(self.kept_among_own, places(self.kept, self.rows))))
-        # where runs of a rank lie among this one's own, and among those of the step; of ranks that have some
-        self.given = {r: list(places(runs, self.own)) for r, runs in enumerate(self.gives) if runs}
-        self.gotten = {r: list(places(runs, self.rows)) for r, runs in enumerate(self.gets) if runs}
-        self.counts = list(map(count, self.gives)), list(map(count, self.gets))
+        self.kept_at = list(_together(zip(among_own, places(kept, self.rows))))
+        # where runs lie that are sent, among this rank's own, and those that come, among the rows of the step
+        self.given = [run for runs in self.gives for run in places(runs, self.own)]
+        self.gotten = [run for runs in self.gets for run in places(runs, self.rows)]
+        # the rows of the step in order: own ones by where they lie, others by their number among those that come
+        come = ((run, n) for n, run in enumerate(run for runs in self.gets for run in runs))
+        pieces: list[tuple[Run, Run | int]] = sorted([*zip(kept, among_own), *come], key=lambda piece: piece[0])
+        self.pieces = [source for _, source in pieces]
+        self._layouts: dict[object, tuple[_Layout, _Layout]] = {}
+
+    def layouts(self, like: Tensors) -> tuple[_Layout, _Layout]:
+        """Of what is sent and of what comes. like: tensors of the heads and columns of a row."""
+        shapes = tuple([(t.shape[0], t.shape[1], t.shape[3]) for t in like])
+        if shapes not in self._layouts:
+            self._layouts[shapes] = _Layout(self.gives, shapes), _Layout(self.gets, shapes)
+        return self._layouts[shapes]
 
     # -- there -------------------------------------------------------------------------------------------------------
-    def start(self, own: Tensors) -> Fetch:
-        """Begin to send this rank's own rows, and to receive those of the step."""
-        runs = [run for of_rank in self.given.values() for run in of_rank]
-        sent = ([t[:, :, first:end] for first, end in runs] for t in own)
-        return Fetch(self, own, _Swap(sent, own, *self.counts, self))
+    def start(self, own: Tensors, agreed: Agreed) -> Fetch:
+        """Begin to send this rank's own rows, and to receive those of the step. agreed: is asked before that."""
+        given, gotten = self.layouts(own)
+        sent = own[0].new_empty(sum(given.sizes))
+        for tensor, rows in zip(own, given.views(sent)):
+            for there, (first, end) in zip(rows, self.given):
+                copy_rows(there, tensor[:, :, first:end])
+        return Fetch(self, own, _Swap(sent, given, gotten, self, agreed))
 
     # -- and back ----------------------------------------------------------------------------------------------------
-    def give_back(self, found: list[Sum], sums: Sequence[Sum]) -> Return:
+    def give_back(self, found: list[Sum], sums: Sequence[Sum], agreed: Agreed) -> Return:
         """Begin to send gradients of the rows of this step to their owners. They lie as the rows did.
 
         found: is emptied, so that each is free once it is copied. sums: of this rank's own rows, to which what it has
         itself is added at once.
         """
-        like = tuple(total.like for total in found)
-        runs = [run for of_rank in self.gotten.values() for run in of_rank]
-
-        def sent() -> Iterator[list[Tensor]]:
-            for total in sums:
-                own = found.pop(0)
-                for here, there in self.kept_at:
-                    for (first, end), part in own.parts(there):
-                        total.add((here[0] + first - there[0], here[0] + end - there[0]), part)
-                yield [own.result(run) for run in runs]
-
-        return Return(self, like, _Swap(sent(), like, *self.counts[::-1], self))
+        given, gotten = self.layouts(tuple(total.like for total in found))
+        sent = found[0].like.new_empty(sum(gotten.sizes))
+        for total, rows in zip(sums, gotten.views(sent)):
+            own = found.pop(0)
+            for here, there in self.kept_at:
+                for (first, end), part in own.parts(there):
+                    total.add((here[0] + first - there[0], here[0] + end - there[0]), part)
+            for room, run in zip(rows, self.gotten):
+                copy_rows(room, own.result(run))
+        return Return(self, given, _Swap(sent, gotten, given, self, agreed))
 
 
 class Fetch:
@@ -93,72 +131,47 @@ class Fetch:
         route, own = self.route, self.own
         if not route.is_used and route.rows == route.own:
             return AtHand(route.own, own)
-        arrived: list[tuple[Run, Tensors]] = []
-        for run, (first, end) in zip(route.kept, route.kept_among_own):
-            arrived.append((run, tuple(t[:, :, first:end] for t in own)))
-        parts = self.swap.wait()
-        for rank in route.gotten:
-            arrived += zip(route.gets[rank], _given(parts[rank], route.gets[rank], own))
-        arrived.sort(key=lambda found: found[0])
-        if len(arrived) == 1:
-            return AtHand(route.rows, arrived[0][1])
-        if not arrived:
-            return AtHand((), tuple(t[:, :, :0] for t in own))
-        return AtHand(route.rows, tuple(map(joined_copy, zip(*(found for _, found in arrived)))))
+        found: list[Tensor] = []
+        for tensor, come in zip(own, route.layouts(own)[1].views(self.swap.wait())):
+            parts = [come[at] if isinstance(at, int) else tensor[:, :, at[0] : at[1]] for at in route.pieces]
+            found.append(parts[0] if len(parts) == 1 else joined_copy(parts or [tensor[:, :, :0]]))
+        return AtHand(route.rows, tuple(found))
 
 
 class Return:
-    """Gradients that are under way. like: tensors with as many heads and columns."""
+    """Gradients that are under way. layout: of what comes."""
 
-    def __init__(self, route: Route, like: Tensors, swap: _Swap) -> None:
-        self.route, self.like, self.swap = route, like, swap
+    def __init__(self, route: Route, layout: _Layout, swap: _Swap) -> None:
+        self.route, self.layout, self.swap = route, layout, swap
 
     def add_to(self, sums: Sequence[Sum]) -> None:
         """Add what has come to gradients of this rank's own rows."""
-        parts = self.swap.wait()
-        for rank, runs in self.route.given.items():
-            for here, found in zip(runs, _given(parts[rank], runs, self.like)):
-                for total, rows in zip(sums, found):
-                    total.add(here, rows)
+        for total, parts in zip(sums, self.layout.views(self.swap.wait())):
+            for run, part in zip(self.route.given, parts):
+                total.add(run, part)
 
 
 class _Swap:
-    """One all-to-all of flat parts, which a rank may have none of. A part has run by run each tensor's rows.
+    """One all-to-all of flat parts, which a rank may have none of. agreed: is asked before anything is sent."""
 
-    sent: of each tensor the rows of all runs. like: tensors of the heads and columns of a row. given, gotten: rows for
-    and from each rank.
-    """
-
-    def __init__(
-        self, sent: Iterable[list[Tensor]], like: Tensors, given: Sequence[int], gotten: Sequence[int], route: Route
-    ) -> None:  # fmt: skip
-        of_row, self.work = _of_row(like), None
-        self.sizes, given_sizes = ([n * of_row for n in rows] for rows in (gotten, given))
-        self.sent = like[0].new_empty(sum(given_sizes))  # kept until all of it is away
-        ahead = 0  # elements of a row, of tensors before
-        for tensor, parts in zip(like, sent):
-            first = 0
-            for part in parts:
-                place = first + part.shape[2] * ahead
-                copy_rows(self.sent[place : place + part.numel()].view(part.shape), part)
-                first += part.shape[2] * of_row
-            ahead += _of_row((tensor,))
-            del parts
-        self.received = like[0].new_empty(sum(self.sizes))
+    def __init__(self, sent: Tensor, given: _Layout, gotten: _Layout, route: Route, agreed: Agreed) -> None:
+        self.sent, self.work = sent, None  # kept until all of it is away
+        self.received = sent.new_empty(sum(gotten.sizes))
         if route.is_used:
+            agreed()
             with under_way():
                 self.work = dist.all_to_all_single(
-                    self.received, self.sent, self.sizes, given_sizes, group=route.group, async_op=True
+                    self.received, sent, gotten.sizes, given.sizes, group=route.group, async_op=True
                 )
 
-    def wait(self) -> Sequence[Tensor]:
-        """What each rank has sent."""
+    def wait(self) -> Tensor:
+        """What all ranks have sent."""
         if self.work is not None:
             with under_way():
                 self.work.wait()
         received = self.received
         del self.work, self.sent, self.received  # it lives as long as whoever asked keeps it
-        return received.split(self.sizes)
+        return received
 
 
 def _together(pairs: Iterable[tuple[Run, Run]]) -> Iterator[tuple[Run, Run]]:
@@ -173,21 +186,3 @@ def _together(pairs: Iterable[tuple[Run, Run]]) -> Iterator[tuple[Run, Run]]:
         known = here, there
     if known is not None:
         yield known
-
-
-def _of_row(tensors: Tensors) -> int:
-    """Elements of a row of all of these."""
-    return sum(prod(t.shape[:2]) * t.shape[3] for t in tensors)
-
-
-def _given(part: Tensor, runs: Sequence[Run], like: Tensors) -> list[Tensors]:
-    """Rows of each tensor, run by run, from a flat part. like: tensors with as many heads and columns."""
-    found: list[Tensors] = []
-    place = 0
-    for first, end in runs:
-        shapes = [(*t.shape[:2], end - first, t.shape[3]) for t in like]
-        sizes = [prod(shape) for shape in shapes]
-        pieces = part[place : place + sum(sizes)].split(sizes)
-        found.append(tuple(piece.view(shape) for piece, shape in zip(pieces, shapes)))
-        place += sum(sizes)
-    return found

@@ -64,7 +64,7 @@ class Portions:
     def _most(self, rank: int) -> Most:
         steps = self.portions(rank)
         own = self.plan.keys.rows(rank)
-        here = (run for n in range(len(steps)) for run in common(own, self.plan.step_rows(rank, n)))
+        here = (run for step in steps for run in common(own, joined(p.keys for p in step)))
         sent = (run for r in range(self.plan.ranks) if r != rank for run in self.plan.received(r, rank))
         return Most(
             depth((*(p.queries for step in steps for p in step), *self.sinks(rank))),

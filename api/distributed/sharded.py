@@ -13,7 +13,7 @@ from ..ir.errors import second_derivative
 from ..runtime.call import Call, Choices
 from ..runtime.options import Form
 from ..runtime.run.variant import Variant
-from .agreement import Agreement, backwards, kept
+from .agreement import Agreed, Agreement, backwards, nothing
 from .exchange import AtHand, Fetch, Return, Route, Tensors
 from .latent import Keys, Projections
 from .portions import (
@@ -53,6 +53,7 @@ class State(NamedTuple):
     names: tuple[str, ...]  # of tensor operands, and of uk and uv where caches are expanded
     n_keys: int  # tensors that keys are: key and value, or a latent cache
     form: Form | None  # of latent attention
+    agreed: Agreed = nothing  # is asked before anything is sent
 
     @property
     def every(self) -> tuple[str, ...]:
@@ -62,8 +63,7 @@ class State(NamedTuple):
 
 def attended(state: State, query: Tensor, keys: Tensors, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """out [B, Hq, rows, Dv] of a rank's queries, and lse. keys: its own rows. operands: those that state names."""
-    with kept(state.place.agreement, f"the forward of {state.plan.attention.name}"):
-        found: tuple[Tensor, Tensor] = _Sharded.apply(state, query, *keys, *operands)
+    found: tuple[Tensor, Tensor] = _Sharded.apply(state, query, *keys, *operands)
     return found
 
 
@@ -153,11 +153,11 @@ class _Sharded(torch.autograd.Function):
         work = _Work(state, tensors)
         done = Joined(work.query, work.width, work.parts, work.most.of_queries)
         at_hands: list[AtHand | None] = []
-        fetch = work.routes[0].start(work.keys)
+        fetch = work.routes[0].start(work.keys, state.agreed)
         for step in range(len(work.routes)):
             at_hand = fetch.wait()
             if step + 1 < len(work.routes):
-                fetch = work.routes[step + 1].start(work.keys)
+                fetch = work.routes[step + 1].start(work.keys, state.agreed)
             for portion, variant, call in work.calls(step, at_hand.rows, work.read(at_hand)):
                 done.add(work.rows(portion), *variant.forward(call))
             at_hands.append(at_hand if state.plan.keeps else None)
@@ -179,12 +179,12 @@ class _Sharded(torch.autograd.Function):
             saved = ctx.saved_tensors
         except RuntimeError as error:  # of autograd, as where they are freed already
             problem = problem or error
-        with ctx.backwards.of("keys that travel", problem):
-            return None, *_gradients(ctx, saved, dout, dlse)
+        with ctx.backwards.of("keys that travel", problem, at_once=False) as agreed:
+            return None, *_gradients(ctx, saved, dout, dlse, agreed)
 
 
 def _gradients(
-    ctx: Any, saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None
+    ctx: Any, saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None, agreed: Agreed
 ) -> Iterator[Tensor | None]:  # fmt: skip
     """Of all tensors of a call."""
     state: State = ctx.state
@@ -204,12 +204,13 @@ def _gradients(
     for n, step in enumerate(order):
         at_hand, ctx.kept[step] = ctx.kept[step], None  # a second backward brings them again
         if at_hand is None:
-            at_hand = (ahead or work.routes[step].start(work.keys)).wait()
-            ahead = work.routes[order[n + 1]].start(work.keys) if n + 1 < len(order) else None
+            at_hand = (ahead or work.routes[step].start(work.keys, agreed)).wait()
+            ahead = work.routes[order[n + 1]].start(work.keys, agreed) if n + 1 < len(order) else None
         of_rows = found.step(step, at_hand)
         del at_hand  # its memory is free before gradients are copied to be sent
-        found.give_back(step, of_rows)
+        found.give_back(step, of_rows, agreed)
         del of_rows
+    agreed()
     gradients_of = found.result(state)
     return (gradients_of[n] if n in wanted else None for n in state.every)
 
@@ -249,10 +250,10 @@ class _Backward:
         self.of_operands.add(of_projections)
         return list(map(known, of_rows))
 
-    def give_back(self, step: int, of_rows: list[Sum]) -> None:
+    def give_back(self, step: int, of_rows: list[Sum], agreed: Agreed) -> None:
         """Send gradients of the keys of a step to their owners."""
         if of_rows:
-            self.returns.append(self.work.routes[step].give_back(of_rows, self.of_keys))
+            self.returns.append(self.work.routes[step].give_back(of_rows, self.of_keys, agreed))
         if len(self.returns) > 1:  # a ring holds gradients of two steps at most
             self.returns.pop(0).add_to(self.of_keys)
 

@@ -189,8 +189,8 @@ class ShardPlan:
 
     @cached_property
     def overlaps(self) -> bool:
-        """Whether a rank's own keys are computed while others travel. Two results of each row are then joined, which
-        takes a pass through memory; else all keys are computed at once."""
+        """Whether all of a rank's own keys are computed while others travel. Two results of each row are then joined,
+        which takes a pass through memory; else those alone that queries see no others beside."""
         if self.strategy in ("ring", "gather") or self.ranks == 1:
             return self.strategy == "ring"
         if _has_row_sums(self.attention):  # which are more exact where a call has all keys of its queries
@@ -237,12 +237,12 @@ class ShardPlan:
         others = [(rank - n) % self.ranks for n in range(1, self.ranks)]
         if self.strategy == "ring":
             return [(rank,), *((other,) for other in others)]
-        return [(rank,), tuple(sorted(others))] if self.overlaps else [tuple(range(self.ranks))]
+        return [(rank,), tuple(sorted(others))] if self._begins_with_own else [tuple(range(self.ranks))]
 
     def step_rows(self, rank: int, step: int) -> Runs:
         """Keys that a rank has at hand in a step."""
-        if self.strategy == "exchange" and self.overlaps:
-            return joined(run for task in self._apart(rank)[1] for run in task.keys) if step else self.keys.rows(rank)
+        if self._begins_with_own and self.strategy == "exchange":
+            return joined(run for task in self._first(rank)[1] for run in task.keys) if step else self.keys.rows(rank)
         return joined(run for source in self.steps(rank)[step] for run in self.received(rank, source))
 
     def portions(self, rank: int) -> list[list[Task]]:
@@ -252,8 +252,8 @@ class ShardPlan:
     @cached_property
     def _portions(self) -> Callable[[int], list[list[Task]]]:
         def of(rank: int) -> list[list[Task]]:
-            if self.strategy == "exchange" and self.overlaps:
-                return [self._seen(tasks) for tasks in self._apart(rank)]
+            if self._begins_with_own and self.strategy == "exchange":
+                return [self._seen(tasks) for tasks in self._first(rank)]
             found = []
             for step in range(len(self.steps(rank))):
                 at_hand = self.step_rows(rank, step)
@@ -267,6 +267,28 @@ class ShardPlan:
         """With the queries alone that may see the keys."""
         seen = (Task(self.sight.queries(task.keys[0], task.queries), task.keys) for task in tasks)
         return [task for task in seen if task.queries[0] < task.queries[1]]
+
+    @cached_property
+    def _begins_with_own(self) -> bool:
+        """Whether ranks have something to compute while keys of others travel."""
+        if self.strategy != "exchange":
+            return self.overlaps
+        return self.overlaps or (self.ranks > 1 and any(self._first(rank)[0] for rank in range(self.ranks)))
+
+    @cached_property
+    def _first(self) -> Callable[[int], tuple[list[Task], list[Task]]]:
+        """A rank's tasks that are computed while keys of others travel, and those that are computed then."""
+        if self.overlaps:
+            return self._apart
+
+        def of(rank: int) -> tuple[list[Task], list[Task]]:
+            own, found = self.keys.rows(rank), (list[Task](), list[Task]())
+            for queries, runs in self.tasks[rank]:
+                for run in runs:
+                    found[common((run,), own) != (run,)].append(Task(queries, (run,)))
+            return found
+
+        return cache(of)
 
     @cached_property
     def _apart(self) -> Callable[[int], tuple[list[Task], list[Task]]]:
