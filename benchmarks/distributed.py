@@ -64,6 +64,8 @@ ROWS = [
     Row("causal 128k H8", CAUSAL, 128 * K, 8, 8, by_torch=True),
     Row("causal 32k H32/8", CAUSAL, 32 * K, 32, 8),
     Row("causal 32k H32", CAUSAL, 32 * K, 32, 32, by_torch=True),
+    Row("causal 16k H32/8", CAUSAL, 16 * K, 32, 8),
+    Row("causal 8k H32/8", CAUSAL, 8 * K, 32, 8),  # so short that the host decides
     Row("window 4096, 512k H8", RECENT, 512 * K, 8, 8, {"window": 4096}),
     Row("documents of 8k, 512k H8", DOCUMENTS, 512 * K, 8, 8, {"doc": 8 * K}),
     Row("packed 1k to 64k, 512k H8", CAUSAL, 512 * K, 8, 8, starts=uneven(512 * K, K, 64 * K)),

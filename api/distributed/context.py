@@ -222,7 +222,7 @@ class ContextParallel:
         told: dict[str, str] = {"variant": type(call.attention).__name__}
         problem: Exception | None = None
         try:
-            like = _like(call, options, train)
+            like = _like(call, options, seed, train)
             if like is None or (sound := self._sound.get(like)) is None:
                 call = self._read(call, options, seed, train, told)
                 problem = self._problem(call, options)
@@ -363,7 +363,7 @@ class ContextParallel:
         return None
 
 
-def _like(call: _Call, options: by_heads.Options, train: bool) -> object:
+def _like(call: _Call, options: by_heads.Options, seed: object, train: bool) -> object:
     """What calls have in common of which one is as sound as the other, and says the same; None where values count.
 
     Variant and plan count as the objects that they are: whoever keeps this keeps them.
@@ -372,7 +372,7 @@ def _like(call: _Call, options: by_heads.Options, train: bool) -> object:
     main = query, key, value
     if not all([type(t) in PLAIN_TYPES for t in main]) or latent.tensors or latent.form or under_transform():
         return None
-    if not isinstance(attention, Attention) or attention.canonical.drops:
+    if not isinstance(attention, Attention) or attention.canonical.drops or seed is not None:
         return None
     if not all([type(v) in (int, float) for v in operands.values()]):
         return None

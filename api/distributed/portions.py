@@ -208,11 +208,13 @@ class Sum:
             return
         if self.whole is None:
             self.whole = part.new_empty((*part.shape[:2], self.among[1] - self.among[0], part.shape[3]))
-        for run in without((rows,), self.filled):
+        met = common((rows,), self.filled)
+        for run in without((rows,), met) if met else (rows,):
             copy_rows(self._at(run), _cut(part, run, rows))
-        for run in common((rows,), self.filled):
+        for run in met:
             self._add_to_others(run, _cut(part, run, rows))
-        self.filled = joined((*self.filled, rows)) if self.filled else (rows,)
+        if met != (rows,):
+            self.filled = joined((*self.filled, rows))
 
     def _add_to_others(self, rows: Run, part: Tensor) -> None:
         if not self.keeps_wide:
@@ -260,9 +262,9 @@ def known(gradient: Tensor) -> Sum:
     return found
 
 
-def _cut(tensor: Tensor, rows: Run, of: Run = (0, 0)) -> Tensor:
+def _cut(tensor: Tensor, rows: Run, of: Run) -> Tensor:
     """Rows of a tensor that has those from of[0] on."""
-    return tensor[:, :, rows[0] - of[0] : rows[1] - of[0]]
+    return tensor if rows == of else tensor.narrow(2, rows[0] - of[0], rows[1] - rows[0])
 
 
 class OperandSums:

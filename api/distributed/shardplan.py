@@ -167,7 +167,7 @@ class ShardPlan:
         if self.divides_both:
             made_of += [self.shares, self.of_some_heads.told]
         else:
-            made_of += [self.steps(0), self.keeps, self.tasks]
+            made_of += [self.steps(0), self.overlaps, self.keeps, self.tasks]
         digest = hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]
         return f"{self.strategy}, {self.balance}, {sizes.q_len} queries, {sizes.kv_len} keys ({digest})"
 

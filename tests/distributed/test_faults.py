@@ -17,7 +17,7 @@ from torch import Tensor
 
 import weft
 from weft import masks
-from weft.distributed import ContextParallel, ShardedPagedCache, ShardPlan
+from weft.distributed import ContextParallel, ShardedPagedCache, ShardPlan, sharded
 from weft.runtime.run.variant import Variant
 
 from .on_ranks import on_ranks
@@ -177,6 +177,24 @@ def backwards(here: Rank) -> None:
 
 
 # -- ranks that do not come ------------------------------------------------------------------------------------------
+def unanswered(here: Rank) -> None:
+    """One that fails before it has heard what others call: they hear of what differs, and not of a timeout."""
+
+    def fails(*given: object) -> None:
+        raise MemoryError("no memory")
+
+    cp, right = ContextParallel(here.group), sharded._Work
+    window = weft.Attention(mask=weft.q_pos - weft.kv_pos < weft.scalar("window", int), name="recent")
+    plans = [cp.plan(window, **here.sizes, strategy="exchange", window=n) for n in (5, 6)]
+    q, k, v = (cp.shard(t, plans[0]) for t in here.drawn())
+    sharded._Work = fails if here.is_odd else right  # type: ignore[assignment, misc]
+    call = partial(cp.attention, window, q, k, v, plan=plans[here.is_odd], window=5 + here.is_odd)
+    here.told(f"plan: rank {ODD}: exchange", call, "no memory")
+    sharded._Work = right  # type: ignore[misc]
+    found = cp.attention(window, q, k, v, plan=plans[0], window=5)
+    here.same("a call after that", cp.unshard(found, plans[0]), window(*here.drawn(), window=5))
+
+
 def absent(here: Rank) -> None:
     """One that fails within a call, or calls nothing: others wait until the timeout of the group, and say for whom."""
 
@@ -283,6 +301,7 @@ def every_fault(here: Rank) -> list[str]:
     backwards(here)
     for dim in ("sequence", "heads"):
         caches(here, dim)
+    unanswered(here)
     absent(here)
     return here.wrong
 

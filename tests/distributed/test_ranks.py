@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import weft
-from weft import kv_pos, masks, q_pos
+from weft import kv_pos, masks, q_pos, score
 from weft.distributed import ContextParallel
 
 from .on_ranks import KV_HEADS, PACKED, STRATEGIES, B, D, H, cases, compare, is_taken, on_ranks, variants
@@ -106,6 +108,7 @@ def _some(rank: int) -> list[str]:
         *_in_other_words(rank),
         *_of_two_dimensions(rank),
         *_packed(rank, 26),
+        *_looked_at(rank),
         *whole_again(_contexts_of[rank]),
         *_without_one(rank),
     ]
@@ -234,6 +237,39 @@ def _in_other_words(rank: int) -> list[str]:
             wrong += [] if expected in str(error) else [str(error)]
         else:
             wrong.append(f"{expected!r} was not said")
+    return wrong
+
+
+def _looked_at(rank: int) -> list[str]:
+    """Which calls are looked at anew: those whose values, options or kinds of tensors differ."""
+    cp, looked = ContextParallel(), list[int]()
+    look = ContextParallel._problem
+    ContextParallel._problem = lambda *given: looked.append(1) or look(*given)  # type: ignore[method-assign, func-returns-value]
+    warmth = weft.Attention(score * weft.scalar("warmth", float), masks.causal, name="warm")
+    sizes: dict[str, Any] = {"heads": 2, "length": 16, "head_dim": 8, "dtype": "fp32", "strategy": "exchange"}
+    plan, like = (cp.plan(warmth, **sizes) for _ in range(2))
+    q, k, v = (torch.randn(1, 2, len(cp.rows(plan)), 8) for _ in range(3))
+    same: dict[str, Any] = {"plan": plan, "warmth": 0.0}
+    calls: list[tuple[bool, Sequence[Tensor], dict[str, Any]]] = [
+        (True, (q, k, v), same), (False, (q.clone(), k, v), same), (True, (q, k, v), same | {"warmth": -0.0}),
+        (True, (q, k, v), same | {"warmth": 0}), (True, (q, k, v), same | {"return_lse": True}),
+        (True, (q, k, v), same | {"deterministic": True}), (True, (q.clone().requires_grad_(), k, v), same),
+        (True, [t.bfloat16() for t in (q, k, v)], same), (True, (q, k, v), same | {"seed": 1}),
+        (plan is not like, (q, k, v), same | {"plan": like}), (False, (q, k, v), same),
+    ]  # fmt: skip
+    wrong = []
+    for n, (anew, tensors, options) in enumerate(calls):
+        looked.clear()
+        cp.attention(warmth, *tensors, **options)
+        if bool(looked) != anew:
+            wrong.append(f"rank {rank}: call {n} is looked at: {bool(looked)}")
+    ContextParallel._problem = look  # type: ignore[method-assign]
+    for bad in ({"deterministic": 1}, {"return_lse": 0}, {"warmth": True}, {"target": []}):  # equal to what is known
+        try:
+            cp.attention(warmth, q, k, v, **{**same, "warmth": 1.0, **bad})
+        except ValueError:
+            continue
+        wrong.append(f"rank {rank}: {bad} is taken")
     return wrong
 
 

@@ -95,6 +95,19 @@ def test_only_what_is_seen_is_received() -> None:
     assert far.received_rows(0) == (1024, 2048) and [len(far.steps(r)) for r in range(4)] == [4] * 4
 
 
+def test_queries_that_see_own_keys_alone_come_first() -> None:
+    """They are computed while keys of others travel, whether or not other rows are joined for that."""
+    made = replace(plan(CAUSAL, ranks=2, length=4096, strategy="exchange", balance="zigzag", **SIZES))
+    made.__dict__["overlaps"] = False
+    chunk = 0, 1024
+    first, then = made.portions(0)
+    assert first == [(chunk, (chunk,))] and then == [((3072, 4096), ((0, 4096),))]
+    assert made.portions(1) == [[], [((1024, 3072), ((0, 3072),))]]
+    full = replace(plan(FULL, ranks=2, length=4096, strategy="exchange", balance="zigzag", **SIZES))
+    full.__dict__["overlaps"] = False
+    assert [len(full.portions(rank)) for rank in range(2)] == [1, 1], "a step without anything is none"
+
+
 def test_balance_follows_visible_pairs() -> None:
     """Of causal masks half of a zigzag's rows see much; documents of uneven lengths are dealt by their pairs."""
     made = plan(CAUSAL, ranks=8, length=1 << 17, balance="zigzag", strategy="exchange", **SIZES)
