@@ -197,10 +197,13 @@ def differing(
     made: by the definition, in float64 and in the dtype of the call. options: of the call over ranks alone.
     """
     (exact, plain), unit = made, torch.finfo(call.whole["query"].dtype).eps
-    parts = 1  # of a sum of a rank's, each of which is rounded
+    # of a sum of a rank's, each of which is rounded: of rows, and of operands, to which each portion and rank adds
+    parts = of_operands = 1
     if plan.strategy != "heads" and not plan.divides_both:
-        most = Portions(plan).most(cp.rank)
+        portions = Portions(plan)
+        most = portions.most(cp.rank)
         parts = max(most.of_queries, most.of_own_keys, *most.of_keys)
+        of_operands = max(sum(map(len, portions.portions(rank))) for rank in range(cp.ranks)) + cp.ranks
     shards = call.leaves({n: (cp.shard(t, plan) if n in call.shapes else t).to(device) for n, t in call.whole.items()})
     for n in plan.looked_at:
         if n in shards:
@@ -212,7 +215,7 @@ def differing(
     for who, rights in {"the definition": exact, "one device": one}.items():
         for n, right in rights.items():
             expected, beside = (cp.shard(t, plan) if n in of_rows else t for t in (right, plain[n]))
-            off = error_of(found[n].cpu().double(), expected, beside.double(), unit, parts)
+            off = error_of(found[n].cpu().double(), expected, beside.double(), unit, parts if n in of_rows else of_operands)
             if off is not None:
                 ranks = f"rank {cp.rank} of {cp.ranks}"
                 wrong.append(f"{label} {ranks}: {n}: {off} from {who}")
