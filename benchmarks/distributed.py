@@ -33,10 +33,12 @@ from weft import kv_pos, masks, q_pos
 from weft.distributed import ContextParallel, ShardedPagedCache
 from weft.kv import PagedCache
 
-window, doc = weft.scalar("window", int), weft.tensor("doc", 2, int)
+window, doc, blocks = weft.scalar("window", int), weft.tensor("doc", 2, int), weft.tensor("blocks", 2, bool)
 CAUSAL = weft.Attention(mask=masks.causal, name="causal")
 RECENT = weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="recent")
 DOCUMENTS = weft.Attention(mask=masks.causal & masks.document(doc), name="documents")
+BLOCK = 128
+SPARSE = weft.Attention(mask=masks.causal & masks.block_sparse(blocks, BLOCK), name="sparse")
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ ROWS = [
     Row("causal 8k H32/8", CAUSAL, 8 * K, 32, 8),  # so short that the host decides
     Row("window 4096, 512k H8", RECENT, 512 * K, 8, 8, {"window": 4096}),
     Row("documents of 8k, 512k H8", DOCUMENTS, 512 * K, 8, 8, {"doc": 8 * K}),
+    Row("block-sparse 5 %, 256k H8", SPARSE, 256 * K, 8, 8, {"blocks": 0.05}),
     Row("packed 1k to 64k, 512k H8", CAUSAL, 512 * K, 8, 8, starts=uneven(512 * K, K, 64 * K)),
 ]
 
@@ -151,6 +154,10 @@ def measured(row: Row, turns: int, cp: ContextParallel) -> dict[str, Any]:
     operands = dict(row.operands)
     if "doc" in operands:
         operands["doc"] = (torch.arange(row.length, device="cuda") // operands["doc"])[None].int()
+    if "blocks" in operands:  # this share of the blocks, and those of the diagonal
+        number, generator = row.length // BLOCK, torch.Generator().manual_seed(0)
+        table = torch.rand(number, number, generator=generator) < operands["blocks"]
+        operands["blocks"] = (table | torch.eye(number, dtype=torch.bool)).cuda()
     packed = {"cu_seqlens": list(row.starts)} if row.starts else {}
     plan = cp.plan(row.variant, heads=row.heads, kv_heads=row.kv_heads, length=row.length, head_dim=128, **packed,
                    **operands)  # fmt: skip

@@ -65,6 +65,21 @@ def without(some: Runs, others: Runs) -> Runs:
     return common(some, joined(zip(edges[::2], edges[1::2])))
 
 
+def closed(runs: Runs, gap: int) -> Runs:
+    """With what lies between two of them, where that is at most so many rows.
+
+    >>> closed(((0, 4), (6, 9), (20, 30)), 2)
+    ((0, 9), (20, 30))
+    """
+    found: list[Run] = []
+    for first, end in runs:
+        if found and first - found[-1][1] <= gap:
+            found[-1] = found[-1][0], end
+        else:
+            found.append((first, end))
+    return tuple(found)
+
+
 def depth(runs: Iterable[Run]) -> int:
     """In how many of these runs a row is, at most.
 

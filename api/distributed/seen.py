@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ..compiler.analysis.tiles.facts import facts_of
-from ..compiler.analysis.tiles.measured import Measurement, Visited
+from ..compiler.analysis.tiles.measured import Measurement
 from ..compiler.analysis.tiles.pairs import visible_pairs
 from ..compiler.analysis.tiles.programs import tile_runs
 from ..compiler.planning.pairs import pair_blocks
 from ..compiler.planning.records import Shape
+from ..compiler.planning.seen_tiles import seen_tiles
 from ..ir.attention import Attention
 from ..ir.errors import Problem, collected
 from ..ir.expr import TensorOperand
@@ -72,7 +73,7 @@ class Sight:
         self.facts = facts_of(attention)
         self.given = {n: v.detach() if isinstance(v, Tensor) else v for n, v in given.items()}
         self._check()
-        self._tiles: dict[int, Callable[[int], Visited]] = {}
+        self._tiles: dict[int, Tensor] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, in another process too, looks for itself."""
@@ -285,9 +286,8 @@ class Sight:
         env, block, length = self.lanes[lane], 1, self.sizes.kv_len
         if self.measures:
             block = self._block
-            for number in range(first // block, -(-end // block)):
-                for tile in (t for tiles in self._measured(lane)(number) for t in tiles):
-                    yield tile * block, min(length, (tile + 1) * block)
+            seen = self._measured(lane)[first // block : -(-end // block)].any(0)
+            yield from ((tile * block, min(length, (tile + 1) * block)) for tile in seen.nonzero()[:, 0].tolist())
             return
         own = {"block": 1, "length": length, "q_first": first + self.q_offset, "q_last": end - 1 + self.q_offset}
         for runs in tile_runs(self.facts.kv_tiles, env, own):
@@ -308,28 +308,28 @@ class Sight:
             return visible_pairs(
                 self.facts.kv_tiles, q_len=rows, kv_len=self.sizes.kv_len, q_offset=offset, env=env, most=_ROWS
             )
-        block, twice = self._block, 0
-        for number in range(first // block, -(-end // block)):
-            rows = min(end, (number + 1) * block) - max(first, number * block)
-            edge, full = self._measured(lane)(number)
-            twice += rows * block * (len(edge) + 2 * len(full))
-        return twice // 2
+        block = self._block
+        tiles = range(first // block, -(-end // block))
+        of_tiles = torch.tensor([min(end, (n + 1) * block) - max(first, n * block) for n in tiles])
+        halves = self._measured(lane)[tiles.start : tiles.stop].sum(1)  # a tile of which some are seen counts half
+        return int((of_tiles * block * halves).sum()) // 2
 
     @cached_property
     def _block(self) -> int:
         rows = max(self.sizes.q_len, self.sizes.kv_len)
         return max(16, 1 << (-(-rows // _TILES) - 1).bit_length())
 
-    def _measured(self, lane: int) -> Callable[[int], Visited]:
+    def _measured(self, lane: int) -> Tensor:
+        """Which tiles see which, as `seen_tiles` has them."""
         if lane not in self._tiles:
             facts, env, sizes = self.facts, self.lanes[lane], self.sizes
             assert facts.survey is not None
-            given = {n: v.cpu() if isinstance(v, Tensor) else v for n, v in self.given.items()}
-            blocks = pair_blocks(facts, {**env, **given}) if facts.survey.by_pair else None
+            values = {**env, **{n: v.cpu() if isinstance(v, Tensor) else v for n, v in self.given.items()}}
+            blocks = pair_blocks(facts, values) if facts.survey.by_pair else None
             found = Measurement(
                 facts.survey, env, q_len=sizes.q_len, kv_len=sizes.kv_len, q_offset=self.q_offset, blocks=blocks
             )
-            self._tiles[lane] = cache(found.tiles(facts.kv_tiles, self._block, self._block))
+            self._tiles[lane] = seen_tiles(found, facts.kv_tiles, values, self._block)
         return self._tiles[lane]
 
 

@@ -37,7 +37,7 @@ from .asked import (
     starts_of,
 )
 from .described import lines
-from .rows import Deal, Run, Runs, check_rank, common, count, joined, without
+from .rows import Deal, Run, Runs, check_rank, closed, common, count, joined, without
 from .seen import PackedSight, Sight
 
 _CHUNKS = 8  # of a rank, where chunks are dealt by visible pairs
@@ -53,7 +53,10 @@ _JOINED_BYTES = 24  # that joining two results moves for each element of out
 
 
 class Task(NamedTuple):
-    """Neighbouring queries of a rank, and the keys that they may see. Rows are those of the whole sequence."""
+    """Neighbouring queries of a rank, and the keys that they may see. Rows are those of the whole sequence.
+
+    Keys between two runs are among them where they travel in less time than one more call takes.
+    """
 
     queries: Run
     keys: Runs
@@ -119,9 +122,7 @@ class ShardPlan:
     @property
     def columns(self) -> int:
         """Of a row of keys, that travel: of all key heads and values, or of a latent cache."""
-        if self.attention.latent is not None:
-            return self.attention.latent.rank + self.attention.latent.rope
-        return self.sizes.kv_heads * (self.sizes.head_dim + self.sizes.value_dim)
+        return _columns(self.attention, self.sizes)
 
     @property
     def longest(self) -> int:
@@ -151,12 +152,13 @@ class ShardPlan:
         n, sizes = self.shares, self.sizes
         queries, keys = self.queries.of_neighbours(n), self.keys.of_neighbours(n)
         strategy: Any = self.strategy.removeprefix(HEADS)
+        some = replace(sizes, heads=sizes.heads // n, kv_heads=max(1, sizes.kv_heads // n))
+        links = replace(self.links, per_host=max(1, self.links.per_host // n))
         return replace(
             self, strategy=strategy, ranks=queries.ranks, inner=1, group=sizes.heads // sizes.kv_heads,
-            sizes=replace(sizes, heads=sizes.heads // n, kv_heads=max(1, sizes.kv_heads // n)),
-            queries=queries, keys=keys, tasks=_tasks(queries, self.sight), thought_of=None,
+            sizes=some, queries=queries, keys=keys, thought_of=None, links=links,
+            tasks=_tasks(queries, self.sight, _gap(self.attention, some, queries.ranks, links)),
             pairs=tuple(sum(self.pairs[r : r + n]) for r in range(0, self.ranks, n)),
-            links=replace(self.links, per_host=max(1, self.links.per_host // n)),
         )  # fmt: skip
 
     @cached_property
@@ -321,7 +323,8 @@ class ShardPlan:
             compute = [self.pairs[rank] * of_pair for of_pair in seconds]
             joining = self._joining(rank) if self.overlaps else 0.0
             forward, backward = self._times(rank, *compute)
-            times = forward + joining, backward + joining
+            more = joining + max(0, sum(len(task.keys) for task in self.tasks[rank]) - 1) * _ONE_MORE
+            times = forward + more, backward + more
             if sum(times) > sum(slowest):
                 waits = any(time > 2 * products for time, products in zip((forward, backward), compute))
                 of_others = beyond / self.links.between > self._travel(rank) / 2
@@ -591,12 +594,12 @@ class _Maker:
         queries = self._deal(balance)
         alike = self.sizes.q_len == self.sizes.kv_len
         keys = queries if alike else rows.contiguous(self.sizes.kv_len, self.ranks)
-        pairs = self._pairs_of(queries)
+        pairs, gap = self._pairs_of(queries), _gap(self.attention, self.sizes, self.ranks, self.links)
         versions = {n: version_of(v) for n, v in self.looked_at.items() if isinstance(v, Tensor)}
         return ShardPlan(
             self.attention, self.sizes, self.q_offset, self.ranks, "exchange", balance, queries,  # type: ignore[arg-type]
-            keys, _tasks(queries, self.sight), pairs, self.machine, self.links, self.sight, self.starts, self.inner,
-            looked_at=self.looked_at, versions=versions,
+            keys, _tasks(queries, self.sight, gap), pairs, self.machine, self.links, self.sight, self.starts,
+            self.inner, looked_at=self.looked_at, versions=versions,
         )  # fmt: skip
 
     def _by_heads(self, ranks: int) -> bool:
@@ -645,11 +648,24 @@ class _Maker:
         return {}
 
 
-def _tasks(queries: Deal, sight: Sight | PackedSight) -> tuple[tuple[Task, ...], ...]:
-    """Of each rank."""
+def _columns(attention: Attention, sizes: Shape) -> int:
+    """As `ShardPlan.columns`."""
+    if attention.latent is not None:
+        return attention.latent.rank + attention.latent.rope
+    return sizes.kv_heads * (sizes.head_dim + sizes.value_dim)
+
+
+def _gap(attention: Attention, sizes: Shape, ranks: int, links: Links) -> int:
+    """Rows of keys that travel in the time that one more call takes."""
+    bandwidth = links.in_host if ranks <= links.per_host else links.between
+    return int(_ONE_MORE * bandwidth / (sizes.batch * _columns(attention, sizes) * sizes.element_bytes))
+
+
+def _tasks(queries: Deal, sight: Sight | PackedSight, gap: int) -> tuple[tuple[Task, ...], ...]:
+    """Of each rank. gap: rows between two runs of keys that are taken with them."""
     own = [queries.rows(rank) for rank in range(queries.ranks)]
     seen = dict(zip(every := [run for of_rank in own for run in of_rank], sight.keys_of(every)))
-    return tuple(tuple(Task(run, seen[run]) for run in of_rank) for of_rank in own)
+    return tuple(tuple(Task(run, closed(seen[run], gap)) for run in of_rank) for of_rank in own)
 
 
 def _of_strategy(dealt: Callable[[], ShardPlan], strategy: str) -> ShardPlan:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import weft
 from weft import batch, group, head, kv_head, kv_len, kv_pos, masks, q_len, q_pos, score, scores
-from weft.distributed import ContextParallel
+from weft.distributed import ContextParallel, Links
 from weft.distributed.portions import Portions
 
 from ..models.test_distributed import PRELOADED, address_of, meeting_place
@@ -28,6 +28,7 @@ from ..models.test_distributed import PRELOADED, address_of, meeting_place
 Result = TypeVar("Result")
 slopes, bias, table = weft.tensor("slopes", 1), weft.tensor("bias", 2), weft.tensor("table", 2)
 pad, doc, sinks = weft.tensor("pad", 2), weft.tensor("doc", 2, int), weft.tensor("sinks", 1)
+blocks = weft.tensor("blocks", 2, bool)
 window, warmth, share = weft.scalar("window", int), weft.scalar("warmth", float), weft.scalar("share", float)
 B, H, D, DV = 2, 4, 16, 24
 _recent = masks.causal & (q_pos - kv_pos < window)
@@ -53,6 +54,8 @@ def variants(length: int) -> dict[str, tuple[weft.Attention, dict[str, Any]]]:
                  {"bias": _drawn(B, length, seed=2), "table": _drawn(length, length, seed=3), "warmth": 0.7}),
         "documents": (weft.Attention(mask=masks.causal & masks.document(doc), name="documents"),
                       {"doc": (rows // 17).contiguous()}),
+        "sparse": (weft.Attention(mask=masks.causal & masks.block_sparse(blocks, 8), name="sparse"),
+                   {"blocks": _drawn(-(-length // 8), -(-length // 8), seed=5) > 0.3}),
         "sink": (weft.Attention(scores.softcap(5.0)(score), _recent, sink=sinks[head], name="sinks"),
                  {"sinks": _drawn(H, seed=4), "window": 20}),
         "sink of nothing": (weft.Attention(mask=kv_pos + 30 <= q_pos, sink=sinks[head], name="lonely"),
@@ -83,6 +86,7 @@ STRATEGIES = [
 LENGTHS = [(96, 96), (70, 70), (45, 80), (3, 3), (1, 40), (80, 45)]
 PACKED = [(90, (0, 50, 50, 57, 90)), (64, (0, 3, 40)), (70, (0, 10, 20, 30, 40, 50, 60, 70)), (96, (0, 96))]
 BALANCES = ("contiguous", "zigzag", "striped", "pairs")
+LINKS = None, Links(in_host=1.0, between=1.0)  # so slow that no key is brought which is not seen
 KV_HEADS = [4, 2, 1]
 
 
@@ -152,7 +156,7 @@ def drawn(
     whole |= {n: t for n, t in operands.items() if isinstance(t, Tensor)}
     numbers = {n: v for n, v in operands.items() if n not in whole}
     where: dict[str, Any] = {"q_offset": 7} if lengths == (45, 80) else {}
-    if name in ("bias", "documents") and lengths == (80, 45):
+    if name in ("bias", "documents", "sparse") and lengths == (80, 45):
         where = {"q_offset": 0}  # their tables have no entries before the first key
     if starts:  # a row of an operand is that of a sequence
         whole |= {n: _drawn(len(starts) - 1, lengths[0], seed=5) * (n == "bias") for n in ("bias", "pad") if n in whole}
@@ -175,11 +179,11 @@ def compare(
         ("defined", name, lengths, kv_heads, dtype, starts, widths),
         lambda: (call.defined(torch.float64), call.defined(dtype)),
     )
-    looked_at = {"doc": call.whole["doc"].to(device)} if "doc" in call.whole and not starts else {}
+    looked_at = {n: call.whole[n].to(device) for n in ("doc", "blocks") if n in call.whole and not starts}
     where = {"cu_seqlens": list(starts)} if starts else call.where
     plan = cp.plan(call.variant, **where, batch=1 if starts else B, heads=H, kv_heads=kv_heads, length=lengths[0],
                    kv_length=lengths[1], head_dim=widths[0], value_dim=widths[1], dtype="fp32", strategy=strategy,
-                   balance=balance, **call.numbers, **looked_at)  # fmt: skip
+                   balance=balance, links=LINKS[(len(name) + lengths[0]) % 2], **call.numbers, **looked_at)  # fmt: skip
     plan = replace(plan)  # plans of equal numbers are one
     if overlaps is not None:
         (plan.of_some_heads if plan.divides_both else plan).__dict__["overlaps"] = overlaps
@@ -215,7 +219,9 @@ def differing(
     for who, rights in {"the definition": exact, "one device": one}.items():
         for n, right in rights.items():
             expected, beside = (cp.shard(t, plan) if n in of_rows else t for t in (right, plain[n]))
-            off = error_of(found[n].cpu().double(), expected, beside.double(), unit, parts if n in of_rows else of_operands)
+            off = error_of(
+                found[n].cpu().double(), expected, beside.double(), unit, parts if n in of_rows else of_operands
+            )
             if off is not None:
                 ranks = f"rank {cp.rank} of {cp.ranks}"
                 wrong.append(f"{label} {ranks}: {n}: {off} from {who}")

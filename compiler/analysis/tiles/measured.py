@@ -156,8 +156,8 @@ class Measurement:
         }  # fmt: skip
         self.positions: dict[Axis, range] = {"q": range(offset, offset + q_len), "kv": range(kv_len)}
         self._known: dict[tuple[Axis, int], Ends] = {}
-        self._equal = () if found.joins_reads else found.equal  # lists for pairs go by ends alone
-        self._blocks = lru_cache(maxsize=None)(blocks) if blocks and found.by_pair else None
+        self.equal = () if found.joins_reads else found.equal  # lists for pairs go by ends alone
+        self.blocks = lru_cache(maxsize=None)(blocks) if blocks and found.by_pair else None
         self._steps = sum(isinstance(n, Call) for node in (found.possible, found.certain) for n in nodes(node))
         self._steps *= 1 if found.joins_reads else 2  # ranges, and lists
         self._steps += sum(12 * sum(1 for _ in nodes(c.condition)) for c in found.cells)
@@ -179,7 +179,7 @@ class Measurement:
         assert isinstance(column, (list, range))
         return column
 
-    def _ends(self, axis: Axis, block: int) -> Ends:
+    def ends(self, axis: Axis, block: int) -> Ends:
         """Least and greatest value in each tile of an axis, by the names that the survey has for them; and bits."""
         if (axis, block) not in self._known:
             ends: Ends = {}
@@ -187,7 +187,7 @@ class Measurement:
                 parts = [column[start : start + block] for start in range(0, len(column), block)]
                 ends[f"{axis}{n}_low"] = [int(min(part)) for part in parts]
                 ends[f"{axis}{n}_high"] = [int(max(part)) for part in parts]
-            for n in {pair[axis == "kv"] for pair in self._equal}:
+            for n in {pair[axis == "kv"] for pair in self.equal}:
                 column = self._measured[axis][n]
                 ends[f"{axis}{n}_bits"] = [_bits(column[at : at + block]) for at in range(0, len(column), block)]
             self._known[axis, block] = ends
@@ -211,8 +211,8 @@ class Measurement:
         """Those that kernels list one by one."""
         own: Axis = "q" if program.axis == "kv" else "kv"
         sizes: dict[Axis, int] = {"q": block_q, "kv": block_kv}
-        mine, others = self._ends(own, sizes[own]), self._ends(program.axis, sizes[program.axis])
-        ranges, length = self._ranges(program, block_q, block_kv), len(self.positions[program.axis])
+        mine, others = self.ends(own, sizes[own]), self.ends(program.axis, sizes[program.axis])
+        ranges, length = self.ranges(program, block_q, block_kv), len(self.positions[program.axis])
 
         def of(tile: int) -> Visited:
             spans, values = ranges(tile, mine)
@@ -222,7 +222,7 @@ class Measurement:
                 known = {name: column[span.lo : span.hi] for name, column in others.items()}
                 known |= self._cells(own, tile, range(span.lo, span.hi), sizes)
                 for other, (possible, certain) in zip(range(span.lo, span.hi), self._pairs(known, values, span)):
-                    if self._blocks is not None:
+                    if self.blocks is not None:
                         seen = self._seen(*((tile, other) if own == "q" else (other, tile)), block_q, block_kv)
                         possible, certain = possible and seen > 0, certain or seen == 2
                     whole = other < length // sizes[program.axis]
@@ -246,7 +246,7 @@ class Measurement:
     ) -> list[bool]:
         """What is possible of a tile and each of others, where values that must be equal share a bit."""
         found = [bool(each) for each in possible]
-        for n, m in self._equal:
+        for n, m in self.equal:
             names = [f"q{n}_bits", f"kv{m}_bits"]
             column = next(others[name] for name in names if name in others)
             own = next(values[name] for name in names if name not in others)
@@ -280,8 +280,8 @@ class Measurement:
             _blocks_of(q_tile, block_q, len(self.positions["q"])),
             _blocks_of(kv_tile, block_kv, len(self.positions["kv"])),
         )
-        assert self._blocks is not None
-        found = {self._blocks(row)[column] for row in rows for column in columns}
+        assert self.blocks is not None
+        found = {self.blocks(row)[column] for row in rows for column in columns}
         return found.pop() if len(found) == 1 else 1
 
     def spans(self, program: TileProgram, block_q: int, block_kv: int) -> Callable[[int], list[Span]]:
@@ -292,8 +292,8 @@ class Measurement:
         """
         own: Axis = "q" if program.axis == "kv" else "kv"
         step, block = (block_q, block_kv) if own == "q" else (block_kv, block_q)
-        mine, others = self._ends(own, step), self._ends(program.axis, block)
-        ranges, length = self._ranges(program, block_q, block_kv), len(self.positions[program.axis])
+        mine, others = self.ends(own, step), self.ends(program.axis, block)
+        ranges, length = self.ranges(program, block_q, block_kv), len(self.positions[program.axis])
 
         def of(tile: int) -> list[Span]:
             spans, values = ranges(tile, mine)
@@ -301,7 +301,7 @@ class Measurement:
 
         return of
 
-    def _ranges(
+    def ranges(
         self, program: TileProgram, block_q: int, block_kv: int
     ) -> Callable[[int, Ends], tuple[list[Span], dict[str, object]]]:
         """Of a tile, by number and with the ends of its axis: the ranges that positions leave over, and all values."""
@@ -353,7 +353,7 @@ class Measurement:
         blocks: dict[Axis, int] = {"q": block_q, "kv": block_kv}
         tiles, others = (-(-len(self.positions[axis]) // blocks[axis]) for axis in (own, program.axis))
         number = min(tiles, max(1, most // (others * max(1, self._steps))))
-        if self._blocks is not None:  # tiles of queries, whose blocks lie together
+        if self.blocks is not None:  # tiles of queries, whose blocks lie together
             if own == "kv" and kv_tiles is not None:
                 return self.count(kv_tiles, block_q, block_kv, most)
             number = min(number, max(1, MOST_PAIRS // (block_q * len(self.positions["kv"]))))
