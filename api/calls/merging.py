@@ -50,6 +50,11 @@ def lse_and_shares(lses: Tensor) -> tuple[Tensor, Tensor]:
     return lse, weights / torch.where(seen, total, 1.0)
 
 
+def shares_of_results(lses: Tensor) -> Tensor:
+    """What each of n results of kernels weighs, [n, ...]. One whose lse is -inf is 0, and may weigh anything."""
+    return lses.clamp(min=torch.finfo(lses.dtype).min).softmax(0)
+
+
 def far_lse_and_shares(lses: Tensor) -> tuple[Tensor, Tensor]:
     """As lse_and_shares, of two statistics of a row, [n, 2, ...]: its greatest score, and the log of the sum of
     exp(score - greatest), each exact where their sum is not."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..calls.merging import far_lse_and_shares
+from ..calls.merging import far_lse_and_shares, shares_of_results
 from .collectives import all_gather, under_way
 
 _ALIGNED = 16  # bytes
@@ -55,8 +55,7 @@ def _of_all(parts: Sequence[Tensor], wants_lse: bool) -> list[Tensor]:
         lse, shares = far_lse_and_shares(statistics)
     else:
         of_ranks = statistics[:, 0]
-        least = torch.finfo(of_ranks.dtype).min  # where no rank has seen a key: out is 0 then, whatever shares are
-        shares = of_ranks.clamp(min=least).softmax(0)
+        shares = shares_of_results(of_ranks)
         lse = of_ranks.logsumexp(0)[None] if wants_lse else of_ranks
     whole = (shares[..., None] * out).sum(0, dtype=wide).to(out.dtype)  # shares are wide: so are products
     return [whole, lse.T] if wants_lse else [whole]

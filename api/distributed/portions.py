@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..calls.merging import far_lse_and_shares, lse_and_shares
+from ..calls.merging import far_lse_and_shares, shares_of_results
 from ..ir.attention import Attention
 from ..ir.expr import TensorOperand
 from ..ir.philox import TOGETHER
@@ -161,7 +161,7 @@ class Joined:
                 so_far.add_(part)
                 continue
             both = torch.stack([known, new])
-            found, shares = far_lse_and_shares(both) if self.is_far else lse_and_shares(both)
+            found, shares = far_lse_and_shares(both) if self.is_far else (both.logsumexp(0), shares_of_results(both))
             so_far.copy_((so_far * shares[0, ..., None]).addcmul_(part, shares[1, ..., None]))
             known.copy_(found)
 
