@@ -19,7 +19,7 @@ from . import sharded
 from .agreement import Backwards, backwards
 from .collectives import all_reduce, under_way
 from .copies import fill, joined_copy
-from .placed import names_beside, placed
+from .placed import names_beside, placed, positions_divided_by
 from .portions import operand_names
 from .rows import Deal, Run, Runs, count, joined, places
 from .shardplan import ShardPlan
@@ -143,7 +143,10 @@ def _of_all_rows(
 @lru_cache(maxsize=64)
 def _variant(plan: ShardPlan) -> Any:
     group = plan.sizes.heads // plan.sizes.kv_heads
-    return placed(plan.attention, group=group, packed=plan.starts is not None, in_step=plan.attention.canonical.drops)
+    return placed(
+        plan.attention, group=group, packed=plan.starts is not None, in_step=plan.attention.canonical.drops,
+        multiple=positions_divided_by(plan.attention),
+    )  # fmt: skip
 
 
 def _widened(operand: Tensor, query: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from .collectives import all_reduce
 from .copies import copy_rows
 from .latent import Keys
 from .pieces import Pieces, fills
-from .placed import names_beside, placed, without_sink
+from .placed import names_beside, placed, positions_divided_by, without_sink
 from .rows import Run, Runs, common, depth, joined, places, without
 from .shardplan import ShardPlan
 
@@ -57,6 +57,7 @@ class Portions:
         self.plan, self.names = plan, names_beside(plan.attention)
         own = plan.attention.canonical
         self.has_sink, self.drops = own.folded_sink is not None, own.drops
+        self.multiple = positions_divided_by(plan.attention) if plan.starts is None else 1
         self.variant = cache(self._variant)
         self.portions, self.sinks, self.packed = cache(self._portions), cache(self._sinks), cache(self._packed)
         self.most = cache(self._most)
@@ -72,11 +73,12 @@ class Portions:
             depth((*here, *sent)),
         )
 
-    def _variant(self, sink: bool, in_step: bool) -> Variant:
-        """sink: with that of the variant. in_step: all first keys lie where dropout draws many at once."""
+    def _variant(self, sink: bool, in_step: bool, multiple: int) -> Variant:
+        """sink: with that of the variant. in_step, multiple: of all first keys, as `placed` takes them."""
         found: Attention = placed(
-            self.plan.attention, group=self.plan.group, packed=self.plan.starts is not None, in_step=in_step
-        )
+            self.plan.attention, group=self.plan.group, packed=self.plan.starts is not None, in_step=in_step,
+            multiple=multiple,
+        )  # fmt: skip
         return variant_of(found if sink else without_sink(found))
 
     def _portions(self, rank: int) -> list[list[Portion]]:
@@ -113,7 +115,8 @@ class Portions:
             in_step = portion.keys[0] % TOGETHER == 0
         else:
             sequences, beside, in_step = self.packed(portion, query.device)
-        variant = self.variant(portion.sink, in_step and self.drops)
+        multiple = 1 if portion.keys[0] % self.multiple else self.multiple
+        variant = self.variant(portion.sink, in_step and self.drops, multiple)
         given = {n: operands[n] if n in operands else beside[n] for n in variant.names}
         choices = replace(choices, part=True) if portion.part else choices
         return variant, Call(query, *keys, given, sequences, choices, plan.sizes.head_dim)
@@ -147,7 +150,7 @@ class Joined:
     """
 
     def __init__(self, query: Tensor, width: int, parts: Portions, most: int) -> None:
-        facts = parts.variant(True, False).facts
+        facts = parts.variant(True, False, 1).facts
         self.is_far, self.sums = facts.scores_lie_far, not facts.attention.canonical.weighs.saves_lse
         self.query, self.shape = query, (*query.shape[:3], width)
         self.pieces, self.keeps_wide = Pieces(-2, -1), most > 2

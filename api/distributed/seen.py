@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import pairwise
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from ..ir.reference import evaluate
 from ..ir.walk import loads, names, symbols
 from ..plans.request import environment
 from .documents import ids_of, inside, starts_of
+from .placed import positions_divided_by
 from .rows import Run, Runs, common, joined
 
 _TILES = 2048  # of an axis, that tensors are looked at in: a second of the host
@@ -141,10 +143,13 @@ class Sight:
         return self.in_step(joined(run for n in range(len(self.lanes)) for run in self._keys(n, queries)))
 
     def in_step(self, keys: Runs) -> Runs:
-        """Of variants that drop weights: with the keys before that share draws."""
-        if not self.attention.canonical.drops:
-            return keys
-        return joined((first // TOGETHER * TOGETHER, end) for first, end in keys)
+        """With the keys before that share draws, of variants that drop weights, or lie in the same blocks of a mask."""
+        step = self._step
+        return keys if step == 1 else joined((first // step * step, end) for first, end in keys)
+
+    @cached_property
+    def _step(self) -> int:
+        return lcm(positions_divided_by(self.attention), TOGETHER if self.attention.canonical.drops else 1)
 
     def queries(self, keys: Run, among: Run) -> Run:
         """Of the queries in `among`, a run that has all those that may see keys in these rows; it may be empty."""

@@ -37,6 +37,7 @@ from .asked import (
     starts_of,
 )
 from .described import lines
+from .placed import positions_divided_by
 from .rows import Deal, Run, Runs, check_rank, closed, common, count, joined, without
 from .seen import PackedSight, Sight
 
@@ -196,6 +197,8 @@ class ShardPlan:
         if self.strategy in ("ring", "gather") or self.ranks == 1:
             return self.strategy == "ring"
         if _has_row_sums(self.attention):  # which are more exact where a call has all keys of its queries
+            return False
+        if self.starts is None and self.keys.chunk % positions_divided_by(self.attention):  # blocks would be cut
             return False
         busiest = max(range(self.ranks), key=self._travel)
         travel, own = self._travel(busiest), self._own_share(busiest) * self.pairs[busiest] * self._seconds_of_pair[0]

@@ -9,9 +9,13 @@ import torch
 
 import weft
 from weft import kv_pos, masks, q_pos, score
+from weft.distributed import plan
 from weft.distributed.copies import copy_rows, joined_copy
 from weft.distributed.pieces import Pieces
-from weft.distributed.portions import Given, Sum, gradients
+from weft.distributed.placed import placed, positions_divided_by
+from weft.distributed.portions import Given, Portions, Sum, gradients
+from weft.ir.expr import expression
+from weft.ir.reference import evaluate
 from weft.runtime.call import Call, Choices, Dense
 from weft.runtime.run.variant import variant_of
 
@@ -92,3 +96,52 @@ def test_a_part_of_the_keys_takes_no_error_for_one_of_rounding() -> None:
     of_all = gradients(variant, whole, Given(out, lse, dout, None), frozenset({"slopes"}))["slopes"]
     assert bool(((of_all - right).abs() <= 0.02 * right.abs().max()).all())
     assert bool(((found - right).abs() <= 0.1 * right.abs().max()).all())
+
+
+# -- variants of a part ------------------------------------------------------------------------------------------------
+blocks = weft.tensor("blocks", 2, bool)
+OF_BLOCKS = {
+    "block_sparse": (masks.causal & masks.block_sparse(blocks, 8, 4), 8),
+    "chunked": (masks.causal & (q_pos // 6 == kv_pos // 6), 6),
+    "of sums": ((q_pos + 3 * kv_pos) // 4 % 3 != (2 * q_pos - kv_pos) // 6 % 2, 12),
+    "of a negative": (-q_pos // 8 <= -(kv_pos // 8), 8),
+    "strided": (masks.causal & ((q_pos - kv_pos) % 5 == 0) & (kv_pos % 10 < 7), 10),
+    "by positions alone": (masks.causal & (kv_pos // weft.maximum(q_pos, 1) < 2), 1),
+    "nested": (q_pos // 4 // 3 >= kv_pos // 4 % 5, 60),
+}
+
+
+@pytest.mark.parametrize("name", OF_BLOCKS)
+def test_blocks_of_a_mask_are_blocks_of_a_part(name: str) -> None:
+    """With a first key that is a multiple of what positions are divided by, or any where that is not promised."""
+    mask, expected = OF_BLOCKS[name]
+    variant = weft.Attention(mask=mask, name="blocked")
+    multiple = positions_divided_by(variant)
+    assert multiple == expected
+    table = torch.rand(40, 40, generator=torch.Generator().manual_seed(1)) < 0.5
+    rows, device = torch.arange(60), torch.device("cpu")
+    for promised, first in ((multiple, 2 * multiple), (multiple, 0), (1, 7)):
+        part = placed(variant, multiple=promised)
+        where = [{"q_pos": rows[:, None] + n, "kv_pos": rows + n, "blocks": table} for n in (first, 0)]
+        whole, own = (
+            evaluate(expression(v.mask), {**env, "first_key": first}, torch.float64, device)
+            for v, env in zip((variant, part), where)
+        )
+        assert torch.equal(whole.expand(60, 60), own.expand(60, 60)), (promised, first)
+
+
+@pytest.mark.parametrize("length", [8192, 8000])
+@pytest.mark.parametrize("balance", ["contiguous", "zigzag", "pairs", "striped"])
+def test_hidden_blocks_of_a_part_are_not_visited(balance: str, length: int) -> None:
+    """Also where chunks begin within a block: keys of all of it are brought."""
+    table = torch.rand(64, 64, generator=torch.Generator().manual_seed(1)) < 0.1
+    sparse = weft.Attention(mask=masks.causal & masks.block_sparse(blocks, 128), name="sparse")
+    made = plan(
+        sparse, ranks=2, heads=2, length=length, head_dim=64, balance=balance, strategy="exchange", blocks=table
+    )
+    parts = Portions(made)
+    for rank in range(2):
+        for portion in (p for step in parts.portions(rank) for p in step):
+            assert portion.keys[0] % 128 == 0
+            survey = parts.variant(portion.sink, False, 128).facts.survey
+            assert survey is not None and survey.cells and not survey.by_pair
