@@ -9,14 +9,13 @@ from typing import Any, NamedTuple, TypeVar
 from ..ir.attention import Attention
 from ..ir.expr import Call, Const, Expr, Load, Symbol, call, expression, scalar, symbol, tensor
 from ..ir.philox import TOGETHER
-from ..ir.walk import children, names, nodes, rebuild, substitute
+from ..ir.walk import children, loads, names, nodes, rebuild, substitute
 
 Variant = TypeVar("Variant", bound=Attention)
 _LENGTHS = ("q_len", "kv_len")
 _POSITIONS = frozenset({"q_pos", "kv_pos"})
 _COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 _CHOICES = frozenset({"minimum", "maximum"})
-_FIELDS = ("score", "mask", "scale", "sink")  # expressions of a variant
 _MOST_DIVIDED_BY = 1 << 12
 
 
@@ -45,10 +44,10 @@ def names_beside(variant: Attention) -> Names:
 
 @lru_cache(maxsize=256)
 def positions_divided_by(variant: Attention) -> int:
-    """The least number that all constants divide by which the variant divides positions; 1 where that is large."""
-    given = (getattr(variant, field) for field in _FIELDS)
-    every = (node for field in given if field is not None for node in nodes(expression(field)))
-    divisors = [_divisor(node) for node in every if isinstance(node, Call) and names(node.args[0]) & _POSITIONS]
+    """The least number that all constants divide by which a mask divides positions where it reads tensors at them, as
+    in tables of blocks; 1 where that is large, or where it reads none."""
+    reads = (node for load in loads(variant.canonical.folded_mask) for index in load.index for node in nodes(index))
+    divisors = [_divisor(node) for node in reads if isinstance(node, Call) and names(node.args[0]) & _POSITIONS]
     found = lcm(*divisors)
     return found if found <= _MOST_DIVIDED_BY else 1
 
@@ -85,7 +84,7 @@ def placed(
         mapping |= {"head": head, "kv_head": head // group, "group": Const(group)}
     place = _Place(number(own.first_key), scalar(own.last, int) if packed else None, multiple)
     changed: dict[str, Any] = {}
-    for field in _FIELDS:
+    for field in ("score", "mask", "scale", "sink"):
         given = getattr(variant, field)
         if given is not None:
             changed[field] = place.whole(substitute(expression(given), mapping))

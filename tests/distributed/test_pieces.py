@@ -100,25 +100,24 @@ def test_a_part_of_the_keys_takes_no_error_for_one_of_rounding() -> None:
 
 # -- variants of a part ------------------------------------------------------------------------------------------------
 blocks = weft.tensor("blocks", 2, bool)
-OF_BLOCKS = {
-    "block_sparse": (masks.causal & masks.block_sparse(blocks, 8, 4), 8),
-    "chunked": (masks.causal & (q_pos // 6 == kv_pos // 6), 6),
-    "of sums": ((q_pos + 3 * kv_pos) // 4 % 3 != (2 * q_pos - kv_pos) // 6 % 2, 12),
-    "of a negative": (-q_pos // 8 <= -(kv_pos // 8), 8),
-    "strided": (masks.causal & ((q_pos - kv_pos) % 5 == 0) & (kv_pos % 10 < 7), 10),
-    "by positions alone": (masks.causal & (kv_pos // weft.maximum(q_pos, 1) < 2), 1),
-    "nested": (q_pos // 4 // 3 >= kv_pos // 4 % 5, 60),
+OF_BLOCKS = {  # a mask, what it divides positions by where it reads tensors, and what all its constants divide
+    "block_sparse": (masks.causal & masks.block_sparse(blocks, 8, 4), 8, 8),
+    "chunked": (masks.causal & (q_pos // 6 == kv_pos // 6), 1, 6),
+    "of sums": ((q_pos + 3 * kv_pos) // 4 % 3 != (2 * q_pos - kv_pos) // 6 % 2, 1, 12),
+    "of a negative": (-q_pos // 8 <= -(kv_pos // 8), 1, 8),
+    "strided": (masks.causal & ((q_pos - kv_pos) % 5 == 0) & (kv_pos % 10 < 7), 1, 10),
+    "by positions alone": (masks.causal & (kv_pos // weft.maximum(q_pos, 1) < 2), 1, 1),
+    "nested": (blocks[q_pos // 4 // 3, kv_pos // 5 % 40] & (kv_pos % 7 < 6), 120, 840),
 }
 
 
 @pytest.mark.parametrize("name", OF_BLOCKS)
 def test_blocks_of_a_mask_are_blocks_of_a_part(name: str) -> None:
     """With a first key that is a multiple of what positions are divided by, or any where that is not promised."""
-    mask, expected = OF_BLOCKS[name]
+    mask, expected, multiple = OF_BLOCKS[name]
     variant = weft.Attention(mask=mask, name="blocked")
-    multiple = positions_divided_by(variant)
-    assert multiple == expected
-    table = torch.rand(40, 40, generator=torch.Generator().manual_seed(1)) < 0.5
+    assert positions_divided_by(variant) == expected
+    table = torch.rand(160, 160, generator=torch.Generator().manual_seed(1)) < 0.5
     rows, device = torch.arange(60), torch.device("cpu")
     for promised, first in ((multiple, 2 * multiple), (multiple, 0), (1, 7)):
         part = placed(variant, multiple=promised)
