@@ -372,11 +372,13 @@ def _like(call: _Call, options: by_heads.Options, seed: object, train: bool) -> 
     main = query, key, value
     if not all([type(t) in PLAIN_TYPES for t in main]) or latent.tensors or latent.form or under_transform():
         return None
+    if any([form_problem("", t) is not None for t in main]):  # it has no sizes that could be asked for
+        return None
     if not isinstance(attention, Attention) or attention.canonical.drops or seed is not None:
         return None
     if not all([type(v) in (int, float) for v in operands.values()]):
         return None
-    shapes = [(t.shape, t.dtype, t.device, t.layout, t.requires_grad) for t in main]  # type: ignore[union-attr]
+    shapes = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in main]  # type: ignore[union-attr]
     beside = repr((operands, options, train))  # -0.0 is another number than 0.0, and 1 no True
     return id(attention), id(plan), *shapes, beside, torch.is_grad_enabled()
 

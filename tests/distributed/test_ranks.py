@@ -264,12 +264,24 @@ def _looked_at(rank: int) -> list[str]:
         if bool(looked) != anew:
             wrong.append(f"rank {rank}: call {n} is looked at: {bool(looked)}")
     ContextParallel._problem = look  # type: ignore[method-assign]
-    for bad in ({"deterministic": 1}, {"return_lse": 0}, {"warmth": True}, {"target": []}):  # equal to what is known
+    ok = same | {"warmth": 1.0}
+    cp.attention(warmth, q, k, v, **ok)
+    columns, parts = torch.randn(1, 2, 8, q.shape[2]).transpose(2, 3), torch.nested.nested_tensor([q[0], q[0]])
+    bad: tuple[tuple[Tensor, dict[str, Any], str], ...] = (  # equal to what is known, or of its shape
+        (q, {"deterministic": 1}, "deterministic: expected"), (q, {"return_lse": 0}, "return_lse: expected"),
+        (q, {"warmth": True}, "warmth: expected"), (q, {"target": []}, "target: expected"),
+        (columns, {}, "query: expected a contiguous last dimension"), (parts, {}, "query: expected a dense tensor"),
+        (q.to_sparse(), {}, "query: expected a dense tensor"),
+    )  # fmt: skip
+    for query, options, expected in bad:
         try:
-            cp.attention(warmth, q, k, v, **{**same, "warmth": 1.0, **bad})
-        except ValueError:
-            continue
-        wrong.append(f"rank {rank}: {bad} is taken")
+            cp.attention(warmth, query, k, v, **{**ok, **options})
+        except ValueError as error:
+            if expected in str(error):
+                continue
+            wrong.append(f"rank {rank}: {error}")
+        else:
+            wrong.append(f"rank {rank}: {options} is taken, where {expected!r}")
     return wrong
 
 
