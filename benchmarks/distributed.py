@@ -151,8 +151,7 @@ def context(mesh: str, strategy: str) -> ContextParallel:
     return ContextParallel(made, ("outer", "inner"), strategy)
 
 
-def measured(row: Row, turns: int, cp: ContextParallel) -> dict[str, Any]:
-    """Times of one row."""
+def operands_of(row: Row) -> dict[str, Any]:
     operands = dict(row.operands)
     if "doc" in operands:
         operands["doc"] = (torch.arange(row.length, device="cuda") // operands["doc"])[None].int()
@@ -160,6 +159,12 @@ def measured(row: Row, turns: int, cp: ContextParallel) -> dict[str, Any]:
         number, generator = row.length // BLOCK, torch.Generator().manual_seed(0)
         table = torch.rand(number, number, generator=generator) < operands["blocks"]
         operands["blocks"] = (table | torch.eye(number, dtype=torch.bool)).cuda()
+    return operands
+
+
+def measured(row: Row, turns: int, cp: ContextParallel) -> dict[str, Any]:
+    """Times of one row."""
+    operands = operands_of(row)
     packed = {"cu_seqlens": list(row.starts)} if row.starts else {}
     plan = cp.plan(row.variant, heads=row.heads, kv_heads=row.kv_heads, length=row.length, head_dim=128, **packed,
                    **operands)  # fmt: skip
