@@ -14,6 +14,7 @@ from ..ir.errors import WeftError
 from .compiling import compiled, of_file
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
+WITHOUT_HOLES = ("append_rows", "join_results", "quantize", "sum_listed")  # modules that are the same for all variants
 _INCLUDED = re.compile(r'^\{% include "(.+)" %\}\n', re.MULTILINE)
 _HEAD = re.compile(r"^\{#-.*?-#\}\n", re.DOTALL)  # the comment in which a template says what it is
 _folders = [TEMPLATES]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..ir.errors import Problem, WeftError, collected, shown
 from ..runtime.check.tensors import FLOATS, form_problem, known_memory_problems
+from ..runtime.joining import lse_and_shares
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -37,32 +38,6 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     out = sum(share[..., None] * part.to(dtype) for share, part in zip(shares, own))
     assert isinstance(out, Tensor)
     return out.to(parts[0][0].dtype), lse
-
-
-def lse_and_shares(lses: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp [...] of those [n, ...] of n parts, and what each part weighs, [n, ...]; 0 where all are -inf."""
-    greatest = lses.detach().amax(0)
-    finite = torch.where(greatest == -torch.inf, 0.0, greatest)  # -inf less itself is no number
-    weights = (lses - finite).exp()
-    total = weights.sum(0)
-    seen = total != 0.0  # NaN stays NaN
-    lse = torch.where(seen, finite + torch.where(seen, total, 1.0).log(), -torch.inf)
-    return lse, weights / torch.where(seen, total, 1.0)
-
-
-def shares_of_results(lses: Tensor) -> Tensor:
-    """What each of n results of kernels weighs, [n, ...]. One whose lse is -inf is 0, and may weigh anything."""
-    return lses.clamp(min=torch.finfo(lses.dtype).min).softmax(0)
-
-
-def far_lse_and_shares(lses: Tensor) -> tuple[Tensor, Tensor]:
-    """As lse_and_shares, of two statistics of a row, [n, 2, ...]: its greatest score, and the log of the sum of
-    exp(score - greatest), each exact where their sum is not."""
-    greatest = lses[:, 0].amax(0)
-    finite = torch.where(greatest == -torch.inf, 0.0, greatest)
-    rest, shares = lse_and_shares(lses[:, 0] - finite + lses[:, 1])
-    seen = greatest != -torch.inf
-    return torch.stack([greatest, torch.where(seen, rest, 0.0)]), shares
 
 
 def _freed(n: int, part: Sequence[Tensor]) -> list[Problem]:

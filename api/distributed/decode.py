@@ -133,7 +133,7 @@ class ShardedStep(Step):
         (out, lse), wants_lse = found, bool(given.get("return_lse"))
         if cache.by_sequence.ranks > 1:
             with cache.kept("sequence", f"attend of {variant.name}"):
-                out, lse = joined(cache.by_sequence, out, lse, wants_lse)
+                out, lse = joined(cache.by_sequence, out, lse)
         if not wants_lse:
             return out
         assert lse is not None

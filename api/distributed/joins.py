@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..calls.merging import far_lse_and_shares, shares_of_results
+from ..runtime.joining import join_results
 from .collectives import all_gather, under_way
 
 _ALIGNED = 16  # bytes
@@ -24,44 +24,37 @@ class Group(NamedTuple):
     ranks: int
 
 
-def joined(group: Group, out: Tensor, lse: Tensor | None, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+def joined(group: Group, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """out [B, Hq, L, Dv] and lse over the keys of all ranks, from those over the keys of each. All get the same bits.
 
     lse: [B, Hq, L]; [2, B, Hq, L], two statistics of a row, where scores may lie far from 0; or None, for normalizers
-    whose results are summed. wants_lse: without it None is given in the place of lse, and less is launched. Sums are
-    in float32, or in float64. A result of few rows goes to all ranks at once. Of many rows each rank joins a part, and
-    gives that to the others: two exchanges, of less.
+    whose results are summed. Sums are in float32, or in float64. A result of few rows goes to all ranks at once. Of
+    many rows each rank joins a part, and gives that to the others: two exchanges, of less.
     """
     if not out.numel():
         return out, lse
     rows = out.reshape(-1, out.shape[-1])
     parts = [rows] if lse is None else [rows, lse.reshape(-1, len(rows)).T]
     if rows.numel() * rows.element_size() <= MOST_GATHERED or group.ranks == 2:
-        found = _of_all(_gathered(group, parts), wants_lse)
+        found = _of_all(_gathered(group, parts))
     else:
-        found = _of_parts(group, parts, wants_lse)
+        found = _of_parts(group, parts)
     whole = found[0].view(out.shape)
-    return whole, found[1].T.reshape(lse.shape) if lse is not None and wants_lse else None
+    return whole, found[1].T.reshape(lse.shape) if lse is not None else None
 
 
-def _of_all(parts: Sequence[Tensor], wants_lse: bool) -> list[Tensor]:
+def _of_all(parts: Sequence[Tensor]) -> list[Tensor]:
     """Joins what ranks found: out [ranks, rows, Dv] and, where there are such, statistics [ranks, rows, 1 or 2]."""
     out = parts[0]
-    wide = torch.promote_types(out.dtype, torch.float32)
     if len(parts) == 1:
-        return [out.sum(0, dtype=wide).to(out.dtype)]
-    statistics = parts[1].movedim(2, 1)  # [ranks, 1 or 2, rows]
-    if statistics.shape[1] == 2:
-        lse, shares = far_lse_and_shares(statistics)
-    else:
-        of_ranks = statistics[:, 0]
-        shares = shares_of_results(of_ranks)
-        lse = of_ranks.logsumexp(0)[None] if wants_lse else of_ranks
-    whole = (shares[..., None] * out).sum(0, dtype=wide).to(out.dtype)  # shares are wide: so are products
-    return [whole, lse.T] if wants_lse else [whole]
+        return [out.sum(0, dtype=torch.promote_types(out.dtype, torch.float32)).to(out.dtype)]
+    outs, statistics = out[:, None, None], parts[1].movedim(2, 1)[:, :, None, None]  # [ranks, 1 or 2, 1, 1, rows]
+    whole, lse = outs.new_empty(outs.shape[1:]), statistics.new_empty(statistics.shape[1:])
+    join_results((outs[0], statistics[0]), (outs[1:], statistics[1:]), (whole, lse))
+    return [whole[0, 0], lse[:, 0, 0].T]
 
 
-def _of_parts(group: Group, parts: Sequence[Tensor], wants_lse: bool) -> list[Tensor]:
+def _of_parts(group: Group, parts: Sequence[Tensor]) -> list[Tensor]:
     """The same, where each rank joins its part of the rows."""
     rows, ranks = len(parts[0]), group.ranks
     each = -(-rows // ranks)
@@ -73,7 +66,7 @@ def _of_parts(group: Group, parts: Sequence[Tensor], wants_lse: bool) -> list[Te
     received = sent.like(ranks)
     with under_way():
         dist.all_to_all_single(received.bytes, sent.bytes, group=group.group)
-    own = _of_all(received.tensors, wants_lse)
+    own = _of_all(received.tensors)
     return [whole.flatten(0, 1)[:rows] for whole in _gathered(group, own)]
 
 

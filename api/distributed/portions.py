@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..calls.merging import far_lse_and_shares, shares_of_results
 from ..ir.attention import Attention
 from ..ir.expr import TensorOperand
 from ..ir.philox import TOGETHER
 from ..runtime.call import MAIN, BackwardCall, Call, Choices, Dense, Packed, Sequences
+from ..runtime.joining import join_results
 from ..runtime.ops.library import as_read
 from ..runtime.run.variant import Variant, variant_of
 from .collectives import all_reduce
@@ -163,10 +163,8 @@ class Joined:
             if self.sums:
                 so_far.add_(part)
                 continue
-            both = torch.stack([known, new])
-            found, shares = far_lse_and_shares(both) if self.is_far else (both.logsumexp(0), shares_of_results(both))
-            so_far.copy_((so_far * shares[0, ..., None]).addcmul_(part, shares[1, ..., None]))
-            known.copy_(found)
+            first = so_far, known if self.is_far else known[None]
+            join_results(first, (part[None], new[None] if self.is_far else new[None, None]), first)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """out in the dtype of the query, and lse."""

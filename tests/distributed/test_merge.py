@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 import weft
 from weft import head, kv_pos, masks, q_pos, score
 from weft.distributed import joins
+from weft.runtime.joining import join_results
 
 slopes, sinks = weft.tensor("slopes", 1), weft.tensor("sinks", 1)
 ALIBI = weft.Attention(score + slopes[head] * (kv_pos - q_pos), masks.causal, name="merged_alibi")
@@ -39,12 +41,55 @@ def test_ranks_join_rows_of_which_some_have_seen_nothing(dtype: torch.dtype) -> 
     lses = drawn(3, 3, 1).float()
     lses[:, 0], lses[[0, 2], 1] = -torch.inf, -torch.inf
     outs = torch.where(lses == -torch.inf, 0.0, drawn(3, 3, 8, seed=1)).to(dtype)
-    whole, lse = joins._of_all([outs, lses], wants_lse=True)
+    whole, lse = joins._of_all([outs, lses])
     exact, expected = weft.merge([(o[None, None].double(), l[None, None, :, 0].double()) for o, l in zip(outs, lses)])
     assert torch.allclose(whole.double(), exact[0, 0], atol=1e-2 if dtype == torch.bfloat16 else 1e-6)
     assert torch.allclose(lse[:, 0].double(), expected[0, 0]) and whole.dtype == dtype
     assert not whole[0].any() and torch.equal(whole[1], outs[1, 1])
-    assert torch.equal(joins._of_all([outs, lses], wants_lse=False)[0], whole)
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "width", "n"), [(torch.float32, 24, 1), (torch.bfloat16, 64, 3), (torch.float16, 1, 0)]
+)
+def test_the_kernel_joins_what_torch_joins(dtype: torch.dtype, width: int, n: int, far: bool, monkeypatch: Any) -> None:
+    """Strides of any kind, and rows that some or all have seen nothing of, whose out may be anything then."""
+    pytest.importorskip("triton")
+    results, statistics = (
+        drawn(n + 1, 2, 7, 3, width).transpose(2, 3).to(dtype),
+        drawn(n + 1, 2, 2, 3, 7, seed=1).float(),
+    )
+    statistics[:, 0] *= 1e9 if far else 5.0
+    statistics[:, :, 0, 0, 0], statistics[:n, :, 1, 2, 6] = -torch.inf, -torch.inf
+    statistics[:, 1] = torch.where(statistics[:, 0] == -torch.inf, 0.0, statistics[:, 1].abs())
+    statistics = statistics[:, : 1 + far]
+    unseen = statistics[:, 0] == -torch.inf
+    outs = [torch.where(unseen[..., None], what, results) for what in (0.0, torch.nan)]
+    found = []
+    for target, out in (("cpu", outs[0]), ("interpret", outs[1])):
+        monkeypatch.setenv("WEFT_TARGET", target)
+        into = torch.empty_like(out[0]), torch.empty_like(statistics[0])
+        join_results((out[0], statistics[0]), (out[1:], statistics[1:]), into)
+        found.append(into)
+        in_place = out[0].clone(), statistics[0].clone()
+        join_results(in_place, (out[1:], statistics[1:]), in_place)
+        assert all(map(torch.equal, in_place, into))
+    (right, right_lse), (out, lse) = found
+    torch.testing.assert_close(out, right, atol=1e-6, rtol=1e-6 if dtype == torch.float32 else 1e-2)
+    torch.testing.assert_close(lse, right_lse, atol=1e-6, rtol=1e-6)
+    assert bool(lse[0, 0, 0, 0] == -torch.inf) and not out[0, 0, 0].any()
+
+
+def test_the_kernel_keeps_nan_and_infinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    out, lse = torch.ones(1, 1, 3, 2), torch.tensor([[[[torch.nan, torch.inf, 3e4]]]])
+    for target in ("cpu", "interpret"):
+        monkeypatch.setenv("WEFT_TARGET", target)
+        for first, second in ((lse, torch.ones_like(lse)), (torch.ones_like(lse), lse)):
+            into = torch.empty_like(out), torch.empty_like(lse)
+            join_results((out, first), (2 * out[None], second[None]), into)
+            assert into[1].isnan().flatten().tolist() == [True, False, False], target
+            assert bool(into[0][0, 0, :2].isnan().all()) and into[1].flatten()[1:].tolist() == [torch.inf, 3e4], target
 
 
 @pytest.mark.parametrize("cuts", [[], [7], [1, 2, 25], [3, 3, 30]])

@@ -1,4 +1,4 @@
-"""`weft.merge` on a GPU: parts over disjoint keys join to the call over all of them, with gradients of everything."""
+"""Results over disjoint keys on a GPU: `weft.merge`, with gradients of everything, and the kernel of ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
+from weft.runtime.joining import join_results
 
 from ..support import check_errors
 
@@ -55,3 +56,31 @@ def test_parts_join_to_the_whole_with_its_gradients(dtype: torch.dtype) -> None:
         plain, got = found(tensors, cuts, dtype, True), found(tensors, cuts, dtype, False)
         for n, right in exact.items():
             check_errors(got[n], right, plain[n], f"{dtype} {cuts} {n}", of_few=4.0)
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "heads", "rows", "width", "n"), [(2, 8, 1000, 128, 1), (1, 3, 77, 40, 7), (3, 1, 1, 512, 2)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernel_joins_results(
+    dtype: torch.dtype, batch: int, heads: int, rows: int, width: int, n: int, far: bool
+) -> None:
+    """Results of rows that lie apart, some of which have seen nothing, in place, beside float64 on the host."""
+    generator = torch.Generator().manual_seed(rows)
+    outs = torch.randn(n + 1, batch, rows, heads, width, generator=generator).to(dtype).transpose(2, 3)
+    statistics = torch.randn(n + 1, 2, batch, heads, rows, generator=generator)
+    statistics[:, 0] *= 1e8 if far else 8.0
+    statistics[:, 0][torch.rand(n + 1, batch, heads, rows, generator=generator) < 0.2] = -torch.inf
+    statistics[:, 1] = torch.where(statistics[:, 0] == -torch.inf, 0.0, statistics[:, 1].abs())
+    statistics = statistics[:, : 1 + far]
+    outs = torch.where((statistics[:, 0] == -torch.inf)[..., None], 0.0, outs)
+    exact = outs[0].double(), statistics[0].double()
+    join_results(exact, (outs[1:].double(), statistics[1:].double()), exact)
+    on_gpu, their = outs.cuda(), statistics.cuda()
+    first = on_gpu[0], their[0]
+    join_results(first, (on_gpu[1:], their[1:]), first)
+    assert first[0].dtype == dtype
+    allowed = torch.finfo(dtype).eps * exact[0].abs() + 1e-6
+    assert bool(((first[0].cpu().double() - exact[0]).abs() <= allowed).all())
+    torch.testing.assert_close(first[1].cpu().double(), exact[1], atol=2e-6, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Kernels that are the same for every variant, compiled: of caches, of FP8 numbers and of listed sums."""
+"""Kernels that are the same for every variant, compiled: of caches, of FP8 numbers, of results and of listed sums."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from .ahead import Kernel, compile_ahead
 
 E4M3 = torch.float8_e4m3fn
 _CACHES = dict.fromkeys(("key", "value"), torch.bfloat16) | {"slots": torch.int32}
+JOINED = {n: t for name in ("first", "more", "out") for n, t in
+          ((name, torch.bfloat16), (f"{name}_lse" if name != "out" else "lse", torch.float32))}  # fmt: skip
 _WIDTHS = {"KEY_WIDTH": 128, "KEY_BLOCK": 128, "VALUE_WIDTH": 128, "VALUE_BLOCK": 128}
 _OF_STEP = {"ROWS": 8, **_WIDTHS, "ALIGNED": True, "STARTS_EARLY": True}
 QUANTIZED = {"x": torch.bfloat16, "data": E4M3, "descale": torch.float32, "largest": torch.float32}
@@ -42,10 +44,18 @@ def append_quantized(by_token: bool) -> Kernel:
     )
 
 
+def join_results(far: bool) -> Kernel:
+    """The kernel that joins results over disjoint keys."""
+    constants = {"ROWS": 16, "WIDTH": 128, "BLOCK": 128, "FAR": far, "ALIGNED": True}
+    return fixed("join_results", "join_results", JOINED, constants)
+
+
 def each() -> Iterator[tuple[str, Kernel]]:
-    """Each of them that takes or makes caches or FP8 numbers, in every way of its own."""
+    """Each of them that takes or makes caches, results or FP8 numbers, in every way of its own."""
     copied = _CACHES | dict.fromkeys(("keys", "values"), torch.bfloat16)
     yield "append_rows", fixed("append_rows", "append_rows", copied, _OF_STEP)
+    for far in (False, True):
+        yield f"join_results far={far}", join_results(far)
     for by_token in (False, True):
         yield f"append_quantized by_token={by_token}", append_quantized(by_token)
     for rows, share, reads in ((32, 1, 0), (64, 64, 0), (32, 32, 1), (32, 32, 2)):

@@ -20,7 +20,7 @@ import weft
 from weft.codegen import context as common
 from weft.codegen import generate
 from weft.codegen.context import Rows, declared, spread
-from weft.codegen.loader import TEMPLATES
+from weft.codegen.loader import TEMPLATES, WITHOUT_HOLES
 from weft.codegen.targets.cpu import context as of_cpu
 from weft.codegen.targets.hopper import context as of_hopper
 from weft.codegen.targets.hopper.features import OF_A_BACKWARD, SUMS_OF_QUERIES
@@ -80,7 +80,7 @@ def roots() -> list[str]:
     found = [p for family in FAMILIES for p in (TEMPLATES / family).glob("*.jinja")]
     found += (TEMPLATES / "triton" / "teaching").glob("*.jinja")
     names = (str(p.relative_to(TEMPLATES)) for p in found)
-    fixed = [f"triton/{name}.py.jinja" for name in ("append_rows", "quantize", "sum_listed")]  # without holes
+    fixed = [f"triton/{name}.py.jinja" for name in WITHOUT_HOLES]
     return sorted(n for n in names if n not in fixed)
 
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import weft
 from weft.codegen.at_once import _has_dots
-from weft.codegen.loader import text_without_holes
+from weft.codegen.loader import WITHOUT_HOLES, text_without_holes
 from weft.codegen.products import multiplies
 from weft.compiler.planning.machines import hardware
 from weft.compiler.planning.machines.hardware import by_name
@@ -21,7 +21,6 @@ from weft.runtime.driver import compile_kernels
 
 from .corpus import Triple, corpus
 
-_FIXED = ("append_rows", "quantize", "sum_listed")
 _EVERY = "every variant"
 
 
@@ -81,7 +80,7 @@ def without_holes(only: str) -> Iterator[tuple[str, dict[str, str]]]:
     They are compared like a triple named "every variant", where that name has `only` in it.
     """
     if only in _EVERY:
-        yield _EVERY, {kernel: text_without_holes(kernel) for kernel in _FIXED}
+        yield _EVERY, {kernel: text_without_holes(kernel) for kernel in WITHOUT_HOLES}
 
 
 # -- machine code ------------------------------------------------------------------------------------------------------
