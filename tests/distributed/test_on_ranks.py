@@ -46,7 +46,7 @@ def _without_a_backward(rank: int, strategy: str, agree: bool) -> list[str]:
     try:
         out.sum().backward()
     except (RuntimeError, weft.WeftError) as error:
-        return [str(error), *getattr(error, "__notes__", [])]
+        return [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
     return ["a backward of one rank"]
 
 
