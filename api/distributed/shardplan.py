@@ -50,7 +50,10 @@ _ONE_MORE = 150e-6  # seconds that one more call takes: its last tiles leave mos
 _LITTLE_KEPT = 0.25  # of query and output, and their gradients: memory that keys of others may take until the backward
 _LONG_TO_BRING = 0.02  # of products: time that bringing keys again may take before they are kept
 _MOST_LOOKED_AT = 4  # plans that are kept with the tensors that they stand on
-_JOINED_BYTES = 24  # that joining two results moves for each element of out
+_ONE_CALL = 30e-6  # of that, but for the tiles: kernels that find tiles, or begin and end a backward
+_TILE = 128  # queries of a forward, keys of a backward
+_JOINED = 3, 10  # elements moved for one of out: results; gradients of a query, and what each backward begins with
+_MEETING = 100e-6  # seconds of an exchange beside its bytes: 32 MB took 210 us, and 256 MB 930
 
 
 class Task(NamedTuple):
@@ -200,10 +203,8 @@ class ShardPlan:
             return False
         if self.starts is None and self.keys.chunk % positions_divided_by(self.attention):  # blocks would be cut
             return False
-        busiest = max(range(self.ranks), key=self._travel)
-        travel, own = self._travel(busiest), self._own_share(busiest) * self.pairs[busiest] * self._seconds_of_pair[0]
-        gathering = 2 * self._of_row * count(self.needed(busiest)) / self.hardware.hbm_bytes_per_second
-        return max(0.0, travel - own) + self._joining(busiest) < travel + (gathering if travel else 0.0)
+        apart, together = (max(sum(self._times(rank, way)) for rank in range(self.ranks)) for way in (True, False))
+        return apart < together
 
     @cached_property
     def keeps(self) -> bool:
@@ -228,13 +229,19 @@ class ShardPlan:
     def _seconds_of_pair(self) -> tuple[float, float]:
         return _seconds_of_a_pair(self.sizes, self.hardware)
 
-    def _joining(self, rank: int) -> float:
-        """Seconds that it takes to join results over other keys to those over a rank's own."""
-        others = sum(self._sources(rank)) if self.strategy == "ring" else 1  # once for each rank that has some of them
+    def _joining(self, rank: int) -> tuple[float, float]:
+        """Seconds that it takes, both ways, to compute other keys in calls of their own, and to join the results."""
+        times = sum(self._sources(rank)) if self.strategy == "ring" else 1  # once for each rank that has some of them
         sizes, besides = self.sizes, self._seen(self._apart(rank)[1])
-        rows = sum(end - first for (first, end), _ in besides)
-        moved = _JOINED_BYTES * sizes.batch * sizes.heads * sizes.value_dim * rows * others
-        return len(besides) * _ONE_MORE + moved / self.hardware.hbm_bytes_per_second
+        rows, keys = sum(count((t.queries,)) for t in besides), sum(count(t.keys) for t in besides)
+        heads = sizes.batch * sizes.heads
+        seconds_of_row = sizes.element_bytes * heads * sizes.value_dim / self.hardware.hbm_bytes_per_second
+        # the last tiles of a call leave half of the device idle: of queries over all keys, and the other way round
+        idle = [_TILE * n * s * self.hardware.sms / (2 * heads) for n, s in zip((keys, rows), self._seconds_of_pair)]
+        forward, backward = (
+            times * (moved * seconds_of_row * rows + len(besides) * _ONE_CALL) + n for moved, n in zip(_JOINED, idle)
+        )
+        return forward, backward
 
     def steps(self, rank: int) -> list[tuple[int, ...]]:
         """The ranks whose keys are computed together, in order: in a ring one after the other, else its own before all
@@ -283,8 +290,11 @@ class ShardPlan:
     @cached_property
     def _first(self) -> Callable[[int], tuple[list[Task], list[Task]]]:
         """A rank's tasks that are computed while keys of others travel, and those that are computed then."""
-        if self.overlaps:
-            return self._apart
+        return self._apart if self.overlaps else self._alone
+
+    @cached_property
+    def _alone(self) -> Callable[[int], tuple[list[Task], list[Task]]]:
+        """A rank's tasks with its own keys alone, and others."""
 
         def of(rank: int) -> tuple[list[Task], list[Task]]:
             own, found = self.keys.rows(rank), (list[Task](), list[Task]())
@@ -323,36 +333,45 @@ class ShardPlan:
         slowest, busiest, bound = (0.0, 0.0), (0, 0), "products"
         for rank in range(self.ranks):
             inside, beyond = (n * self._of_row for n in self.received_rows(rank))
-            compute = [self.pairs[rank] * of_pair for of_pair in seconds]
-            joining = self._joining(rank) if self.overlaps else 0.0
-            forward, backward = self._times(rank, *compute)
-            more = joining + max(0, sum(len(task.keys) for task in self.tasks[rank]) - 1) * _ONE_MORE
-            times = forward + more, backward + more
+            times = self._times(rank, self.overlaps)
             if sum(times) > sum(slowest):
-                waits = any(time > 2 * products for time, products in zip((forward, backward), compute))
+                waits = any(time > 2 * self.pairs[rank] * of_pair for time, of_pair in zip(times, seconds))
                 of_others = beyond / self.links.between > self._travel(rank) / 2
                 slowest, bound = times, rings.links(of_others) if waits else "products"
             busiest = max(busiest, (inside, beyond), key=sum)
         return Predicted(*slowest, alone, *busiest, bound)
 
-    def _times(self, rank: int, forward: float, backward: float) -> tuple[float, float]:
-        """Seconds of a rank, both ways, from those of its products."""
-        travel, brings = self._travel(rank), 0.0 if self.keeps else self._travel(rank)
-        if not self.overlaps:
-            return travel + forward, brings + backward + travel  # gradients go the same way back
-        share = self._own_share(rank)
+    def _times(self, rank: int, overlaps: bool) -> tuple[float, float]:
+        """Seconds of a rank, both ways. overlaps: as `self.overlaps`."""
+        forward, backward = (self.pairs[rank] * of_pair for of_pair in self._seconds_of_pair)
+        calls = max(0, sum(len(task.keys) for task in self.tasks[rank]) - 1) * _ONE_MORE
+        of_forward, of_backward = (calls + n for n in (self._joining(rank) if overlaps else (0.0, 0.0)))
         if self.strategy == "ring":
-            near, far = self._sources(rank)
-            of_near, of_far = (t / max(1, n) for t, n in zip(self._travels(rank), (near, far)))
+            share, (near, far) = self._own_share(rank), self._sources(rank)
+            of_near, of_far = (t / n + _MEETING if n else 0.0 for t, n in zip(self._travels(rank), (near, far)))
             return (
-                rings.forward(near, far, of_near, of_far, share * forward, (1 - share) * forward),
-                rings.backward(near, far, of_near, of_far, share * backward, (1 - share) * backward),
+                of_forward + rings.forward(near, far, of_near, of_far, share * forward, (1 - share) * forward),
+                of_backward + rings.backward(near, far, of_near, of_far, share * backward, (1 - share) * backward),
             )
+        travel, bandwidth = self._longest, self.hardware.hbm_bytes_per_second  # all ranks take part in each exchange
+        gathering = 2 * self._of_row * count(self.needed(rank)) / bandwidth if self._travel(rank) else 0.0
+        if overlaps:
+            share, gathering = self._own_share(rank), 0.0
+        else:
+            share = self._share_alone(rank)
+        brings = 0.0 if self.keeps else travel + gathering
         # a backward computes others' keys first, so that their gradients travel while it computes its own
         return (
-            max(share * forward, travel) + (1 - share) * forward,
-            brings + (1 - share) * backward + max(share * backward, travel),
+            of_forward + gathering + max(share * forward, travel) + (1 - share) * forward,
+            of_backward + brings + (1 - share) * backward + max(share * backward, travel),
         )
+
+    def _share_alone(self, rank: int) -> float:
+        """Of a rank's work, that of queries that see its own keys alone, if all pairs of a task were visible."""
+        if self.strategy == "gather":
+            return 0.0
+        first, then = (sum(count((t.queries,)) * count(t.keys) for t in tasks) for tasks in self._alone(rank))
+        return first / max(1, first + then)
 
     def _predicted_of_heads(self, seconds: tuple[float, float], alone: float) -> Predicted:
         inside, beyond, travel = self._dealing
@@ -369,20 +388,30 @@ class ShardPlan:
     @cached_property
     def _dealing(self) -> tuple[int, int, float]:
         """What a rank receives where its neighbours and it divide heads, one way: bytes from its host, bytes from
-        other hosts, and seconds. A forward sends query, key, value and out, and a backward their gradients."""
+        other hosts, and seconds. A forward sends query, key, value and out in an exchange each, and a backward their
+        gradients."""
         sizes, n = self.sizes, self.shares
         widths = sizes.head_dim + sizes.value_dim
         rows = sizes.heads * sizes.q_len + max(sizes.kv_heads, n) * sizes.kv_len
         moved = sizes.batch * rows * widths * sizes.element_bytes * (n - 1) // (n * self.ranks)
         inside = round(moved * (min(n, self.links.per_host) - 1) / max(1, n - 1))
-        return inside, moved - inside, inside / self.links.in_host + (moved - inside) / self.links.between
+        return (
+            inside,
+            moved - inside,
+            inside / self.links.in_host + (moved - inside) / self.links.between + 4 * _MEETING,
+        )
 
     def _travel(self, rank: int) -> float:
-        """Seconds that the keys of a forward take to arrive."""
-        return sum(self._travels(rank))
+        """Seconds that the keys of a forward take to arrive, in one exchange."""
+        seconds = sum(self._travels(rank))
+        return seconds + _MEETING if seconds else 0.0
+
+    @cached_property
+    def _longest(self) -> float:
+        return max(map(self._travel, range(self.ranks)))
 
     def _travels(self, rank: int) -> tuple[float, float]:
-        """The same of those from its host, and of those from other hosts."""
+        """Of the bytes from its host, and of those from other hosts."""
         inside, beyond = self.received_rows(rank)
         return self._of_row * inside / self.links.in_host, self._of_row * beyond / self.links.between
 
