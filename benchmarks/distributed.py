@@ -8,10 +8,10 @@
 
 Rows of decode are one step of single tokens over a paged cache that the ranks hold together, in one layer; `alone` is
 the same step over a cache of one GPU. `compared` has the ranks compare each call before they join its results.
-`replayed` are steps of a CUDA graph, over ranks and alone.
 
 Each other figure is the median of several forwards and backwards, timed by events on rank 0 between barriers. `alone`
-is the whole call on one GPU. `torch` is its ring over scaled_dot_product_attention, which has causal masks and none.
+is the whole call on one GPU. `replayed` is a CUDA graph of either, so that the host takes no time. `torch` is its ring
+over scaled_dot_product_attention, which has causal masks and none.
 """
 
 from __future__ import annotations
@@ -130,16 +130,33 @@ def drawn(row: Row, rows: int) -> list[Tensor]:
     return [torch.randn(s, device="cuda", dtype=torch.bfloat16).requires_grad_() for s in shapes]
 
 
-def both_and_memory(call: Callable[..., Tensor], row: Row, rows: int, turns: int) -> tuple[float, float, float]:
-    """Forward alone and both ways, in ms, and GiB. call: of query, key and value with so many rows."""
+def both_and_memory(call: Callable[..., Tensor], row: Row, rows: int, turns: int) -> tuple[float, float, float, float]:
+    """Forward alone, both ways, and both replayed, in ms, and GiB of those that are not replayed.
+
+    call: of query, key and value with so many rows.
+    """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     tensors = drawn(row, rows)
     dout = torch.randn_like(tensors[0])
     with torch.no_grad():
         forward = timed(lambda: call(*tensors), turns)
-    both = timed(both_ways(lambda: call(*tensors), tensors, dout), turns)
-    return forward * 1e3, both * 1e3, torch.cuda.max_memory_allocated() / 2**30
+    both = timed(run := both_ways(lambda: call(*tensors), tensors, dout), turns)
+    held = torch.cuda.max_memory_allocated() / 2**30
+    return forward * 1e3, both * 1e3, timed(captured(run).replay, turns) * 1e3, held
+
+
+def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """A graph of one call."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # as torch asks it of what is captured with its backward
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has a thread that asks the device
+        call()
+    return graph
 
 
 def context(mesh: str, strategy: str) -> ContextParallel:
@@ -179,7 +196,7 @@ def measured(row: Row, turns: int, cp: ContextParallel) -> dict[str, Any]:
 
     found: dict[str, Any] = {"row": row.name, "strategy": plan.strategy, "balance": plan.balance,
                              "predicted": plan.predicted.gain}  # fmt: skip
-    names = ("forward", "both", "GiB")
+    names = ("forward", "both", "replayed", "GiB")
     found |= zip(names, both_and_memory(over_ranks, row, len(cp.rows(plan)), turns))
     found |= zip([f"alone {n}" for n in names], both_and_memory(alone, row, row.length, turns))
     if row.by_torch:
@@ -194,14 +211,6 @@ def filled(cache: PagedCache, row: DecodeRow) -> Any:
     sequences = [cache.allocate() for _ in range(row.batch)]
     cache.extend(sequences, [row.length] * row.batch).commit()  # rows are there already
     return cache.view(sequences)
-
-
-def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """A graph of one call, that has run already."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has a thread that asks the device
-        call()
-    return graph
 
 
 def decoded(row: DecodeRow, turns: int) -> dict[str, Any]:
@@ -313,8 +322,9 @@ def main() -> None:
             print(
                 f"{row.name:<28} {found['strategy']:<14} {found['balance']:<11} both {found['both']:8.2f} ms, alone "
                 f"{found['alone both']:8.2f}: {gain:.2f}x (predicted {found['predicted']:.2f}), forward "
-                f"{found['alone forward'] / found['forward']:.2f}x, {found['GiB']:.2f} of {found['alone GiB']:.2f} GiB "
-                f"{torchs}",
+                f"{found['alone forward'] / found['forward']:.2f}x, replayed {found['replayed']:.2f}: "
+                f"{found['alone replayed'] / found['replayed']:.2f}x, {found['GiB']:.2f} of {found['alone GiB']:.2f} "
+                f"GiB {torchs}",
                 flush=True,
             )
     results += [decoded(r, given.turns) for r in DECODE_ROWS if any(p in r.name for p in given.rows.split(","))]

@@ -97,7 +97,9 @@ class _Evaluation:
 
     def _tensor(self, value: Value, kind: str) -> Tensor:
         wanted = {"int": torch.int64, "float": self.dtype, "bool": torch.bool}[kind]
-        return torch.as_tensor(value, dtype=wanted, device=self.device)  # a float must not pass through float32
+        if isinstance(value, Tensor):
+            return value.to(self.device, wanted)
+        return torch.full((), value, dtype=wanted, device=self.device)  # no copy, which a CUDA graph would refuse
 
     def _apply(self, op: str, values: list[Tensor], node: Call) -> Tensor:
         operator = OPERATORS[op]

@@ -124,8 +124,7 @@ def _of_all_rows(
         beside |= {names.first_key: 0, names.q_len: sizes.q_len, names.kv_len: sizes.kv_len}
         where["q_offset"] = plan.q_offset
     else:
-        starts = torch.tensor(plan.starts, dtype=torch.int32, device=query.device)
-        of_each = starts.diff()
+        starts, of_each = _starts(plan, query.device)
         beside |= {names.first_key: torch.zeros_like(of_each), names.batch: 0}
         beside |= {names.q_len: of_each, names.kv_len: of_each, names.last: max(0, plan.longest - 1)}
         where["cu_seqlens_q"] = where["cu_seqlens_kv"] = starts
@@ -138,6 +137,14 @@ def _of_all_rows(
     with of_all_rows():
         found = variant(*main, **where, **options._asdict(), operands=given)
     return found if options.return_lse else (found, None)
+
+
+@lru_cache(maxsize=64)
+def _starts(plan: ShardPlan, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first row of each packed sequence, with the end, and their lengths. A CUDA graph copies none from a host."""
+    with torch.inference_mode(False):  # a call with gradients may come next
+        starts = torch.tensor(plan.starts, dtype=torch.int32, device=device)
+        return starts, starts.diff()
 
 
 @lru_cache(maxsize=64)

@@ -218,6 +218,12 @@ def _in_other_words(rank: int) -> list[str]:
     wrong = compare(cp, "causal", "auto", "auto", (70, 70), 2, torch.bfloat16)
     wrong += compare(cp, "sink", "exchange", "zigzag", (96, 96), 2, torch.bfloat16, overlaps=True)
     causal = variants(32)["causal"][0]
+    for strategy in ("heads", "exchange"):  # what a plan keeps may have been made without gradients
+        plan = cp.plan(causal, heads=H, length=32, head_dim=D, dtype="fp32", strategy=strategy, cu_seqlens=[0, 9, 32])
+        own = [torch.randn(1, H, 16, D, requires_grad=True) for _ in range(3)]
+        with torch.inference_mode():
+            cp.attention(causal, *own, plan=plan)
+        cp.attention(causal, *own, plan=plan).sum().backward()
     tensors = [torch.randn(B, H, 32, D, generator=torch.Generator().manual_seed(n)) for n in range(3)]
     for strategy in ("exchange", "ring", "gather", "heads"):  # one computed in bf16, and others in float32
         plan = cp.plan(causal, batch=B, heads=H, length=32, head_dim=D, dtype="fp32", strategy=strategy)
