@@ -126,8 +126,8 @@ def test_explain_of_a_call_over_ranks() -> None:
     causal = ("explain", "--mask", "kv_pos <= q_pos", "--heads", "32", "--kv-heads", "8", "--q-len", "131072",
               "--device", "h100")  # fmt: skip
     assert "over 8 ranks, 8 a host" in succeeds(*causal, "--mesh", "8")
-    output = succeeds(*causal, "--mesh", "4x8")
-    assert "over 32 ranks (4 x 8), 8 a host" in output and "\n           then " in output
+    output = succeeds(*causal, "--mesh", "8x8")
+    assert "over 64 ranks (8 x 8), 8 a host" in output and "\n           then " in output
 
 
 def test_explain_of_a_sink() -> None:
