@@ -30,7 +30,8 @@ COLUMNS = {
 PEERS = ("cudnn", "fa4", "flex_flash", "flex", "fa2")
 SHOWN = (
     "decode", "decode_us", "latent_decode", "mixed", "chunks", "host", "host_decode", "first_calls", "cpu", "memory",
-    "traffic", "fp8", "fp8_rows", "fp8_decode", "fp8_latent", "fp8_appends", "fp8_quantize", "two_gpus", "two_gpus_decode",
+    "traffic", "fp8", "fp8_rows", "fp8_decode", "fp8_latent", "fp8_appends", "fp8_quantize", "two_gpus",
+    "two_gpus_decode",
 )  # fmt: skip
 AIMS = {  # of backwards on an H200, TFLOP/s
     "D64 H32 S2048 causal": 440, "D64 H32 S8192 causal": 560, "D64 H32 S8192 full": 585, "D80 H25 S4096 causal": 480,
