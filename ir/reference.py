@@ -99,7 +99,9 @@ class _Evaluation:
         wanted = {"int": torch.int64, "float": self.dtype, "bool": torch.bool}[kind]
         if isinstance(value, Tensor):
             return value.to(self.device, wanted)
-        return torch.full((), value, dtype=wanted, device=self.device)  # no copy, which a CUDA graph would refuse
+        # filled, as a CUDA graph refuses a copy from the host; and rounded then, as fill takes nothing that overflows
+        exact = torch.float64 if kind == "float" else wanted
+        return torch.full((), value, dtype=exact, device=self.device).to(wanted)
 
     def _apply(self, op: str, values: list[Tensor], node: Call) -> Tensor:
         operator = OPERATORS[op]

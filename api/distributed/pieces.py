@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -13,10 +13,13 @@ Parts = tuple[Tensor, ...]
 
 
 class Pieces:
-    """Rows of several tensors that belong together. axes: where the rows of each lie, counted from the end."""
+    """Rows of several tensors that belong together.
 
-    def __init__(self, *axes: int) -> None:
-        self.axes = axes
+    axes: where the rows of each lie, counted from the end. kept: what rows that come first are kept as.
+    """
+
+    def __init__(self, *axes: int, kept: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.axes, self.kept = axes, kept
         self.found: list[tuple[Run, Parts]] = []
 
     def put(self, run: Run, parts: Parts) -> list[tuple[Parts, Parts]]:
@@ -28,7 +31,8 @@ class Pieces:
             for shared in runs
         ]
         for rest in without((run,), joined(other for other, _ in self.found)):
-            self.found.append((rest, self._cut(parts, run, rest)))
+            own = self._cut(parts, run, rest)
+            self.found.append((rest, own if self.kept is None else tuple(map(self.kept, own))))
         return met
 
     @property

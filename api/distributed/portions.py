@@ -153,12 +153,11 @@ class Joined:
         facts = parts.variant(True, False, 1).facts
         self.is_far, self.sums = facts.scores_lie_far, not facts.attention.canonical.weighs.saves_lse
         self.query, self.shape = query, (*query.shape[:3], width)
-        self.pieces, self.keeps_wide = Pieces(-2, -1), most > 2
+        self.keeps_wide = most > 2
+        self.pieces = Pieces(-2, -1, kept=_widened if self.keeps_wide else None)
 
     def add(self, rows: Run, out: Tensor, lse: Tensor) -> None:
         """Join a portion's result. rows: where its queries lie among the rank's."""
-        if self.keeps_wide:
-            out, lse = out.to(wide(out), copy=True), lse.to(wide(lse), copy=True)
         for (so_far, known), (part, new) in self.pieces.put(rows, (out, lse)):
             if self.sums:
                 so_far.add_(part)
@@ -186,6 +185,11 @@ def wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+def _widened(tensor: Tensor) -> Tensor:
+    """A copy, to which others are added."""
+    return tensor.to(wide(tensor), copy=True)
+
+
 class Sum:
     """A sum over portions of gradients [B, H, rows, width], in the dtype of `like`, which it is the gradient of.
 
@@ -200,7 +204,7 @@ class Sum:
         self.among = (0, self.rows) if among is None else among
         self.whole: Tensor | None = None  # these rows
         self.filled: Runs = ()
-        self.wide = Pieces(-2)  # rows of more than one part, where those are summed in float32
+        self.wide = Pieces(-2, kept=_widened)  # rows of more than one part, where those are summed in float32
 
     def add(self, rows: Run, part: Tensor) -> None:
         """Add a part in these rows."""
@@ -222,7 +226,7 @@ class Sum:
             self._at(rows).add_(part)
             return
         for run in without((rows,), joined(run for run, _ in self.wide.found)):
-            self.wide.put(run, (self._at(run).to(wide(part), copy=True),))
+            self.wide.put(run, (self._at(run),))
         for (so_far,), (more,) in self.wide.put(rows, (part,)):
             so_far.add_(more)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -50,10 +49,15 @@ def test_ranks_join_rows_of_which_some_have_seen_nothing(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "width", "n"), [(torch.float32, 24, 1), (torch.bfloat16, 64, 3), (torch.float16, 1, 0)]
-)
-def test_the_kernel_joins_what_torch_joins(dtype: torch.dtype, width: int, n: int, far: bool, monkeypatch: Any) -> None:
-    """Strides of any kind, and rows that some or all have seen nothing of, whose out may be anything then."""
+    ("dtype", "of_more", "width", "n"),
+    [(torch.float32, torch.float32, 24, 1), (torch.bfloat16, torch.bfloat16, 64, 3),
+     (torch.float32, torch.bfloat16, 128, 1), (torch.float16, torch.float16, 1, 0)],
+)  # fmt: skip
+def test_the_kernel_joins_what_torch_joins(
+    dtype: torch.dtype, of_more: torch.dtype, width: int, n: int, far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strides of any kind, and rows that some or all have seen nothing of, whose out may be anything then. Results to
+    which more come are kept in float32."""
     pytest.importorskip("triton")
     results, statistics = (
         drawn(n + 1, 2, 7, 3, width).transpose(2, 3).to(dtype),
@@ -69,10 +73,11 @@ def test_the_kernel_joins_what_torch_joins(dtype: torch.dtype, width: int, n: in
     for target, out in (("cpu", outs[0]), ("interpret", outs[1])):
         monkeypatch.setenv("WEFT_TARGET", target)
         into = torch.empty_like(out[0]), torch.empty_like(statistics[0])
-        join_results((out[0], statistics[0]), (out[1:], statistics[1:]), into)
+        more = out[1:].to(of_more), statistics[1:]
+        join_results((out[0], statistics[0]), more, into)
         found.append(into)
         in_place = out[0].clone(), statistics[0].clone()
-        join_results(in_place, (out[1:], statistics[1:]), in_place)
+        join_results(in_place, more, in_place)
         assert all(map(torch.equal, in_place, into))
     (right, right_lse), (out, lse) = found
     torch.testing.assert_close(out, right, atol=1e-6, rtol=1e-6 if dtype == torch.float32 else 1e-2)
