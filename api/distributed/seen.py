@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from math import lcm
 from typing import Any, NamedTuple
@@ -48,9 +48,15 @@ class Piece(NamedTuple):
     keys: Run  # those outside are not seen
 
 
+@lru_cache(maxsize=64)
+def _read_by_tiles(attention: Attention) -> frozenset[str]:
+    """What the tile program reads."""
+    return frozenset(n for line in facts_of(attention).kv_tiles.body for n in names(line.value))
+
+
 def decisive_tensors(attention: Attention) -> frozenset[str]:
     """Tensor operands whose values a plan cannot do without: those that say where the mask begins or ends."""
-    read = {n for line in facts_of(attention).kv_tiles.body for n in names(line.value)}
+    read = _read_by_tiles(attention)
     return frozenset(p.name for p in attention.canonical.parameters if isinstance(p, TensorOperand) and p.name in read)
 
 
@@ -83,7 +89,7 @@ class Sight:
 
     def _check(self) -> None:
         """The tile program must be able to run: its numbers, and tensors that it reads as numbers, are there."""
-        read = {n for line in self.facts.kv_tiles.body for n in names(line.value)}
+        read = _read_by_tiles(self.attention)
         needed = [p for p in self.attention.canonical.parameters if p.name in read and p.name not in self.given]
         if needed:
             kinds = {
@@ -382,13 +388,24 @@ class PackedSight:
             for first, end in self._of(n).keys(own)
         )
 
-    def queries(self, keys: Run, among: Run) -> Run:
-        """As of Sight."""
-        found: list[Run] = []
-        for n, start, own in self._inside(keys):
-            first, end = self._of(n).queries(own, (0, self.starts[n + 1] - start))
-            found += common(((start + first, start + end),) if first < end else (), (among,))
-        return (min(found)[0], max(found)[1]) if found else (among[0], among[0])
+    @cached_property
+    def queries(self) -> Callable[[Run, Run], Run]:
+        """As of Sight; plans that differ in strategy ask for the same."""
+        return cache(self._queries)
+
+    def _queries(self, keys: Run, among: Run) -> Run:
+        """As `queries`. No sequence between the first and the last that has such queries is asked."""
+        inside = [p for p in self._inside(keys) if p[1] < among[1] and among[0] < self.starts[p[0] + 1]]
+        for n, piece in enumerate(inside):
+            if first := self._of_sequence(*piece, among):
+                last = (own for other in inside[:n:-1] for own in self._of_sequence(*other, among))
+                return first[0][0], next(last, first[0])[1]
+        return among[0], among[0]
+
+    def _of_sequence(self, number: int, start: int, keys: Run, among: Run) -> Runs:
+        """The queries of a sequence that may see these of its keys, as one run, or none."""
+        first, end = self._of(number).queries(keys, (0, self.starts[number + 1] - start))
+        return common(((start + first, start + end),), (among,)) if first < end else ()
 
     def _pieces(self, runs: Sequence[Run]) -> tuple[list[Piece], list[tuple[int, int]]]:
         """Of all these, with the number of the run and the first row of the sequence of each."""

@@ -229,8 +229,13 @@ class ShardPlan:
     def _seconds_of_pair(self) -> tuple[float, float]:
         return _seconds_of_a_pair(self.sizes, self.hardware)
 
-    def _joining(self, rank: int) -> tuple[float, float]:
+    @cached_property
+    def _joining(self) -> Callable[[int], tuple[float, float]]:
         """Seconds that it takes, both ways, to compute other keys in calls of their own, and to join the results."""
+        return cache(self._joins)
+
+    def _joins(self, rank: int) -> tuple[float, float]:
+        """As `_joining`."""
         times = sum(self._sources(rank)) if self.strategy == "ring" else 1  # once for each rank that has some of them
         sizes, besides = self.sizes, self._seen(self._apart(rank)[1])
         rows, keys = sum(count((t.queries,)) for t in besides), sum(count(t.keys) for t in besides)
@@ -429,6 +434,14 @@ class ShardPlan:
 
     def received_rows(self, rank: int) -> tuple[int, int]:
         """Rows of keys from other ranks of its host, and from other hosts."""
+        return self._received_rows(rank)
+
+    @cached_property
+    def _received_rows(self) -> Callable[[int], tuple[int, int]]:
+        return cache(self._receives)
+
+    def _receives(self, rank: int) -> tuple[int, int]:
+        """As `received_rows`."""
         needed, host = self.needed(rank), rank // self.links.per_host
         first = host * self.links.per_host
         near = range(first, min(self.ranks, first + self.links.per_host))
