@@ -427,7 +427,7 @@ class ShardPlan:
         def of(rank: int) -> tuple[int, int]:
             missing, first = without(self.needed(rank), self.keys.rows(rank)), rank - rank % self.links.per_host
             owners = {owner for run in missing for owner in self.keys.owners_of(run)} - {rank}
-            inside = len(owners.intersection(range(first, first + self.links.per_host)))
+            inside = sum(first <= owner < first + self.links.per_host for owner in owners)
             return inside, len(owners) - inside
 
         return cache(of)
@@ -442,12 +442,20 @@ class ShardPlan:
 
     def _receives(self, rank: int) -> tuple[int, int]:
         """As `received_rows`."""
-        needed, host = self.needed(rank), rank // self.links.per_host
-        first = host * self.links.per_host
-        near = range(first, min(self.ranks, first + self.links.per_host))
+        needed = self.needed(rank)
         own = count(common(needed, self.keys.rows(rank)))
-        inside = sum(count(common(needed, self.keys.rows(r))) for r in near) - own
+        inside = count(common(needed, self._rows_of_host(rank // self.links.per_host))) - own
         return inside, count(needed) - own - inside
+
+    @cached_property
+    def _rows_of_host(self) -> Callable[[int], Runs]:
+        """Keys of all ranks of a host."""
+
+        def of(host: int) -> Runs:
+            ranks = range(host * self.links.per_host, min(self.ranks, (host + 1) * self.links.per_host))
+            return joined(run for rank in ranks for run in self.keys.rows(rank))
+
+        return cache(of)
 
     def _own_share(self, rank: int) -> float:
         needed = count(self._needed[rank])

@@ -452,6 +452,10 @@ def test_bytes_by_link() -> None:
     # of a window of 100 a rank lacks 99 keys; rank 8 has them from another host
     made = plan(RECENT, ranks=16, length=1 << 16, window=100, strategy="exchange", balance="contiguous", **GROUPED)
     assert made.received_rows(7) == (99, 0) and made.received_rows(8) == (0, 99) and made.received_rows(0) == (0, 0)
+    # hosts that are larger than all ranks are one, and their size takes no time
+    one = plan(RECENT, ranks=16, length=16384, window=100, balance="contiguous", strategy="ring",
+               links=Links(per_host=10**12), **SIZES)  # fmt: skip
+    assert one.received_rows(8) == (99, 0) and one._sources(8) == (1, 0) and one.predicted.bytes_between == 0
     # divided heads: 7 of 8 rows of 4 heads of queries and out, and 1 of keys and values, of 64k rows
     made = plan(FULL, ranks=8, length=1 << 16, strategy="heads", **GROUPED)
     moved = 7 * (1 << 13) * (4 * (128 + 128) + 1 * (128 + 128)) * 2
