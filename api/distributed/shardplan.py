@@ -229,13 +229,8 @@ class ShardPlan:
     def _seconds_of_pair(self) -> tuple[float, float]:
         return _seconds_of_a_pair(self.sizes, self.hardware)
 
-    @cached_property
-    def _joining(self) -> Callable[[int], tuple[float, float]]:
+    def _joining(self, rank: int) -> tuple[float, float]:
         """Seconds that it takes, both ways, to compute other keys in calls of their own, and to join the results."""
-        return cache(self._joins)
-
-    def _joins(self, rank: int) -> tuple[float, float]:
-        """As `_joining`."""
         times = sum(self._sources(rank)) if self.strategy == "ring" else 1  # once for each rank that has some of them
         sizes, besides = self.sizes, self._seen(self._apart(rank)[1])
         rows, keys = sum(count((t.queries,)) for t in besides), sum(count(t.keys) for t in besides)
@@ -400,11 +395,8 @@ class ShardPlan:
         rows = sizes.heads * sizes.q_len + max(sizes.kv_heads, n) * sizes.kv_len
         moved = sizes.batch * rows * widths * sizes.element_bytes * (n - 1) // (n * self.ranks)
         inside = round(moved * (min(n, self.links.per_host) - 1) / max(1, n - 1))
-        return (
-            inside,
-            moved - inside,
-            inside / self.links.in_host + (moved - inside) / self.links.between + 4 * _MEETING,
-        )
+        seconds = inside / self.links.in_host + (moved - inside) / self.links.between
+        return inside, moved - inside, seconds + 4 * _MEETING
 
     def _travel(self, rank: int) -> float:
         """Seconds that the keys of a forward take to arrive, in one exchange."""
@@ -434,14 +426,6 @@ class ShardPlan:
 
     def received_rows(self, rank: int) -> tuple[int, int]:
         """Rows of keys from other ranks of its host, and from other hosts."""
-        return self._received_rows(rank)
-
-    @cached_property
-    def _received_rows(self) -> Callable[[int], tuple[int, int]]:
-        return cache(self._receives)
-
-    def _receives(self, rank: int) -> tuple[int, int]:
-        """As `received_rows`."""
         needed = self.needed(rank)
         own = count(common(needed, self.keys.rows(rank)))
         inside = count(common(needed, self._rows_of_host(rank // self.links.per_host))) - own
