@@ -44,7 +44,7 @@ def lines(p: ShardPlan) -> Iterator[str]:
         f"predicted  forward {found.forward * 1e3:,.3f} ms, backward {found.backward * 1e3:,.3f} ms: {found.gain:.2f}"
         f" times one device, bound by {found.bound}"
     )
-    if found.seconds < _OF_HOST:
+    if found.seconds < _OF_HOST and p.hardware.kind == "cuda":
         yield f"           the host takes some {_OF_HOST * 1e3:g} ms for eager calls: capture them in a CUDA graph"
     for name, seconds, gain in p.others:
         yield f"           {name}: {seconds * 1e3:,.3f} ms both ways, {gain:.2f} times"

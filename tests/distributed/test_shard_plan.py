@@ -128,6 +128,14 @@ def test_queries_that_see_own_keys_alone_come_first() -> None:
     assert [len(full.portions(rank)) for rank in range(2)] == [1, 1], "a step without anything is none"
 
 
+def test_a_plan_says_where_the_host_takes_longer() -> None:
+    def text(length: int, device: str) -> str:
+        return plan(CAUSAL, ranks=2, length=length, **{**SIZES, "device": device}).explain()
+
+    said = "the host takes some 4 ms for eager calls: capture them in a CUDA graph"
+    assert said in text(1 << 12, "h100") and said not in text(1 << 17, "h100") and said not in text(16, "cpu")
+
+
 def test_balance_follows_visible_pairs() -> None:
     """Of causal masks half of a zigzag's rows see much; documents of uneven lengths are dealt by their pairs."""
     made = plan(CAUSAL, ranks=8, length=1 << 17, balance="zigzag", strategy="exchange", **SIZES)
