@@ -3,7 +3,8 @@
 from .asked import Links
 from .context import ContextParallel
 from .decode import ShardedDenseCache, ShardedPagedCache
-from .shardplan import Predicted, ShardPlan, Task, plan
+from .planner import plan
+from .shardplan import Predicted, ShardPlan, Task
 
 __all__ = [
     "ContextParallel", "Links", "Predicted", "ShardPlan", "ShardedDenseCache", "ShardedPagedCache", "Task", "plan",

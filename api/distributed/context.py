@@ -24,7 +24,7 @@ from ..runtime.check.tensors import check_latent, form_problem, known_memory_pro
 from ..runtime.descales import FP8
 from ..runtime.options import Form, check_values
 from ..runtime.run.variant import Variant, variant_of
-from . import agreement, by_heads, sharded, shardplan
+from . import agreement, by_heads, planner, sharded
 from .asked import AUTO, Links, as_numbers
 from .collectives import under_way
 from .groups import groups_of
@@ -121,7 +121,7 @@ class ContextParallel:
             own, how = self.shape or self.ranks, "weft.distributed.plan(...) makes plans for others"
             raise WeftError(f"plan: ranks: expected none, as the mesh has {own}, got {shown(sizes['ranks'])}; {how}")
         given = {"strategy": self.strategy, "balance": self.balance, "links": self.links, **sizes}
-        return shardplan.plan(attention, ranks=self.shape or self.ranks, **given)
+        return planner.plan(attention, ranks=self.shape or self.ranks, **given)
 
     @contextmanager
     def heard(self, name: object) -> Iterator[None]:

@@ -133,10 +133,10 @@ def explain(ctx: click.Context, short: bool, mesh: int | tuple[int, int] | None,
     """
     r = request_of(ctx)
     if mesh is not None:
-        from ..distributed import shardplan  # lazy: few want it
+        from ..distributed import planner  # lazy: few want it
 
         with _busy("planning"):
-            text = shardplan.plan_of_sizes(r.variant, r.shape, mesh, per_host, r.device, r.values).explain()
+            text = planner.plan_of_sizes(r.variant, r.shape, mesh, per_host, r.device, r.values).explain()
         click.echo(text)
         return
     with _busy("planning"):
